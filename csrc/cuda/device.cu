@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cctype>
+#include <fstream>
+
+#include "cuda_check.h"
+#include "device.h"
+
+namespace kvcache {
+
+std::string cuda_architectures() { return KVCACHE_CUDA_ARCHITECTURES; }
+
+int cuda_device_count(std::string* why) {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        count = 0;
+        if (why != nullptr) *why = std::string("no usable GPU: ") + cudaGetErrorString(status);
+    } else if (count == 0 && why != nullptr) {
+        *why = "no GPU is visible";
+    }
+    return count;
+}
+
+std::string pin(void* address, size_t bytes) {
+    const cudaError_t status =
+        cudaHostRegister(address, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (status == cudaSuccess) return {};
+    cudaGetLastError();
+    return cudaGetErrorString(status);
+}
+
+void unpin(void* address) {
+    cudaHostUnregister(address);
+    cudaGetLastError();
+}
+
+int numa_node(int device) {
+    char id[32];
+    if (cudaDeviceGetPCIBusId(id, sizeof id, device) != cudaSuccess) {
+        cudaGetLastError();
+        return -1;
+    }
+    std::string name(id);
+    for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    int node = -1;
+    std::ifstream("/sys/bus/pci/devices/" + name + "/numa_node") >> node;
+    return node;
+}
+
+}  // namespace kvcache

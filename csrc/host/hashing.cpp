@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hashing.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace kvcache {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "tokens are hashed as they lie in memory");
+
+constexpr size_t kSecretBytes = 192;
+
+Digest canonical(XXH128_hash_t hash) {
+    XXH128_canonical_t bytes;
+    XXH128_canonicalFromHash(&bytes, hash);
+    Digest digest;
+    std::memcpy(digest.data(), bytes.digest, digest.size());
+    return digest;
+}
+
+std::array<uint8_t, kSecretBytes> expand(const Digest& key) {
+    std::array<uint8_t, kSecretBytes> secret;
+    for (size_t n = 0; n < kSecretBytes / 16; ++n) {
+        const Digest part = canonical(XXH3_128bits_withSeed(key.data(), key.size(), n));
+        std::copy(part.begin(), part.end(), secret.begin() + static_cast<std::ptrdiff_t>(16 * n));
+    }
+    return secret;
+}
+
+}  // namespace
+
+std::string chunk_hashes(const int32_t* tokens, size_t count, size_t chunk_size, const Digest& parent,
+                         const Digest& key, bool tail) {
+    const std::array<uint8_t, kSecretBytes> secret = expand(key);
+    const size_t chunks = count / chunk_size + (tail && count % chunk_size != 0 ? 1 : 0);
+    auto keyed = [&](const void* data, size_t bytes) {
+        return canonical(XXH3_128bits_withSecret(data, bytes, secret.data(), secret.size()));
+    };
+    std::string digests(16 * chunks, '\0');
+    std::array<Digest, 2> link{parent, {}};
+    for (size_t c = 0; c < chunks; ++c) {
+        link[1] =
+            keyed(tokens + c * chunk_size, std::min(chunk_size, count - c * chunk_size) * sizeof(int32_t));
+        link[0] = keyed(link.data(), sizeof link);
+        std::memcpy(digests.data() + 16 * c, link[0].data(), link[0].size());
+    }
+    return digests;
+}
+
+Digest xxh3_128(const void* data, size_t bytes, size_t piece) {
+    const char* const start = static_cast<const char*>(data);
+    XXH128_hash_t all{}, last{};
+    size_t at = 0;
+    do {
+        last = XXH3_128bits(start + at, std::min(piece, bytes - at));
+        all.low64 ^= last.low64;  // keeps the compiler from dropping the others
+        at += piece;
+    } while (at < bytes);
+    asm volatile("" : : "r"(all.low64));
+    return canonical(last);
+}
+
+}  // namespace kvcache

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host code asks of a GPU. Built with CUDA these reach the driver; built without it they say that
+// there is none.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace kvcache {
+
+// "sm_80 sm_90" of the machine code in this module; empty when it was built without CUDA.
+std::string cuda_architectures();
+
+// The number of CUDA devices that the driver answers for now; 0 without a driver, and `why` says which it
+// was.
+int cuda_device_count(std::string* why = nullptr);
+
+// Page-locks [address, address+bytes) for all devices. Returns the driver's reason, empty on success.
+std::string pin(void* address, size_t bytes);
+void unpin(void* address);
+
+// NUMA node of a device, -1 when unknown.
+int numa_node(int device);
+
+}  // namespace kvcache

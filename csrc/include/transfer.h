@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies between pages and chunks: the batch that a caller describes, checked once before anything is
+// written.
+#pragma once
+
+#include <cstddef>
+
+#include "layout.h"
+
+namespace kvcache {
+
+// Several chunks that share one slot mapping. slot = block * block_size + offset; -1: the token is skipped.
+struct Batch {
+    const int64_t* slots;
+    int64_t num_slots;
+    std::vector<ChunkRef> chunks;
+    bool store;  // true: pages -> chunks, false: chunks -> pages
+    bool token_major = true;
+    int64_t layer_begin = 0, layer_end = 0;  // the layers that the chunks hold, of pages
+};
+
+// Throws std::invalid_argument that names the chunk or the slot's index and value.
+void check(const Pages& pages, const Batch& batch);
+
+// The host twin. Host pages, host chunks, on the calling thread.
+void host_transfer(const Pages& pages, const Batch& batch);
+
+// The kernel over chunks in device or pinned host memory, all of them in one launch on `stream` (a
+// cudaStream_t), with `blocks` thread blocks of one SM each (0: as many as the device has SMs). Returns when
+// the work is queued.
+void cuda_transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks);
+
+}  // namespace kvcache

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native data plane (csrc/). Memory comes as addresses, CUDA streams as integers; long calls release the
+GIL.
+"""
+
+from typing import Literal, TypedDict, final
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+class BuildInfo(TypedDict):
+    cuda: bool
+    architectures: list[str]
+    compiler: str
+    cuda_compiler: str
+
+def build_info() -> BuildInfo: ...
+def cuda_available() -> bool:
+    """Whether the driver answers for a GPU now."""
+
+def cuda_unavailable_reason() -> str:
+    """Why `cuda_available()` is False; empty when it is True."""
+
+# hashing
+
+def chunk_hashes(
+    tokens: npt.NDArray[np.int32], chunk_size: int, parent: bytes, secret: bytes, tail: bool = False
+) -> bytes:
+    """16 bytes for each full chunk, and with `tail` 16 more for a partial last one.
+
+    `H_i = X(H_{i-1} || X(tokens of chunk i as little-endian int32))` with `H_{-1} = parent`; X is XXH3-128 in
+    its canonical (big-endian) form, keyed by the 192 bytes `XXH3-128(seed=n, secret)` for n = 0..11.
+
+    Raises:
+        ValueError: not a contiguous one-dimensional int32 array, a chunk size below 1, or a parent or secret
+            that has not 16 bytes.
+    """
+
+def xxh3_128(data: Buffer, piece: int | None = None) -> bytes:
+    """Plain XXH3-128 of the buffer, or of its last piece after hashing all pieces: the yardstick of the
+    bench.
+    """
+
+# memory
+
+@final
+class HostRegion:
+    """One range of host memory, populated and page-locked in the background. Exports the whole as a buffer of
+    uint8.
+    """
+
+    def __init__(self, capacity: int, huge_pages: bool = True) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def prepare(self, pin: bool, granule: int, required: bool = False, numa_node: int = -1) -> None:
+        """Starts the background work. No multiple of `granule` bytes straddles two page-locked pieces."""
+
+    def close(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def state(self) -> Literal["Pageable", "Pinning", "Pinned", "PinningFailed"]: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def populated_bytes(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes from the start that may be used now."""
+
+def is_pinned(address: int, num_bytes: int) -> bool:
+    """Whether the range lies in the page-locked part of an open region."""
+
+def numa_node(device: int) -> int:
+    """NUMA node of a CUDA device; -1 when unknown."""
+
+# transfer
+
+@final
+class PagedLayout:
+    """Where one layer's pages lie over a base address; all strides in bytes.
+
+    `address(plane, block, token, head) = base + plane*kv_stride + block*block_stride + token*token_stride +
+    head*head_stride`, and `head_bytes` contiguous bytes from there. `planes` is 2 for keys and values, 1 for
+    MLA.
+
+    Raises:
+        ValueError: a field that cannot be; the text names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_stride: int,
+        block_stride: int,
+        token_stride: int,
+        head_stride: int,
+        heads: int,
+        head_bytes: int,
+        block_size: int,
+        num_blocks: int,
+        planes: int,
+    ) -> None: ...
+    @property
+    def kv_stride(self) -> int: ...
+    @property
+    def block_stride(self) -> int: ...
+    @property
+    def token_stride(self) -> int: ...
+    @property
+    def head_stride(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def head_bytes(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def planes(self) -> int: ...
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key (or value, or latent) over all heads."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer, all planes."""
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def extent(self) -> int:
+        """Bytes from the base to the end of the last element."""
+
+@final
+class Pages:
+    """The pages of all layers. `bases`: uint64, one address a layer. `device`: CUDA device, -1 for host
+    memory.
+    """
+
+    def __init__(self, bases: npt.NDArray[np.uint64], layout: PagedLayout, device: int = -1) -> None: ...
+    @staticmethod
+    def unilateral(
+        key_bases: npt.NDArray[np.uint64],
+        value_bases: npt.NDArray[np.uint64],
+        layout: PagedLayout,
+        device: int = -1,
+    ) -> Pages:
+        """Keys and values in separate pools; the layout's kv_stride is not used."""
+
+    @property
+    def layout(self) -> PagedLayout: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+def batched_kv_transfer(
+    pages: Pages,
+    addresses: npt.NDArray[np.uint64],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    slot_mapping: npt.NDArray[np.int64],
+    store: bool,
+    *,
+    token_major: bool = True,
+    layer_begin: int = 0,
+    layer_end: int | None = None,
+    stream: int = 0,
+    blocks: int = 0,
+) -> None:
+    """Copies pages to chunks (`store`) or back: one call for many chunks that share a slot mapping.
+
+    Chunk i holds the tokens `[starts[i], ends[i])` of the mapping for the layers `[layer_begin, layer_end)`,
+    as `[layers, tokens, planes, row]` (`token_major`) or `[planes, layers, tokens, row]`, from `addresses[i]`
+    on. Host pages: done on return. CUDA pages: queued on `stream`; chunks lie in device or page-locked memory
+    and `blocks` thread blocks (0: one a multiprocessor) do the work.
+
+    Raises:
+        ValueError: a chunk outside of the mapping or a slot that is neither -1 (skip) nor within the pages;
+            the text names index and value, and nothing was written.
+        RuntimeError: CUDA's reason.
+    """
+
+def multi_layer_kv_transfer(
+    pages: Pages,
+    address: int,
+    slot_mapping: npt.NDArray[np.int64],
+    store: bool,
+    *,
+    token_major: bool = True,
+    stream: int = 0,
+    blocks: int = 0,
+) -> None:
+    """`batched_kv_transfer` for one chunk that holds the whole mapping, all layers."""
+
+def single_layer_kv_transfer(
+    pages: Pages,
+    layer: int,
+    address: int,
+    slot_mapping: npt.NDArray[np.int64],
+    store: bool,
+    *,
+    token_major: bool = True,
+    stream: int = 0,
+    blocks: int = 0,
+) -> None:
+    """`batched_kv_transfer` for one chunk that holds the whole mapping, one layer."""

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every GPU connector offers, and the handle of copies that are still running."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcache.memory.objects import MemoryObj
+
+_POLL_S = 50e-6
+
+
+class Completion(abc.ABC):
+    """Copies that were queued. Thread-safe."""
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether the copies are complete: their memory may be read, or given away."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits at most `timeout` seconds (None: without end); whether the copies are complete."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class Completed(Completion):
+    """Copies that were complete when the call returned."""
+
+    def done(self) -> bool:
+        return True
+
+
+class EventCompletion(Completion):
+    """Complete when a CUDA event has been reached."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is not None:
+            return super().wait(timeout)
+        self._event.synchronize()
+        return True
+
+
+class GPUConnectorInterface(abc.ABC):
+    """Copies between pages and memory objects.
+
+    `starts` and `ends` are token indices into a slot mapping (int64, on the CPU), one pair for each memory
+    object; slot = block x block size + offset, and -1 leaves a token out. Before the first copy,
+    `initialize_kvcaches_ptr` names the pages.
+    """
+
+    @property
+    @abc.abstractmethod
+    def num_layers(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def kv_planes(self) -> int:
+        """2 for keys and values, 1 for MLA."""
+
+    @property
+    @abc.abstractmethod
+    def hidden(self) -> int:
+        """Elements of one token's key (heads x head size), or of its latent."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    @abc.abstractmethod
+    def path(self) -> str:
+        """Which way the bytes go: `cuda`, `host`, or `none` before `initialize_kvcaches_ptr`."""
+
+    @abc.abstractmethod
+    def initialize_kvcaches_ptr(self, *, kvcaches: Sequence[torch.Tensor]) -> None:
+        """Takes the pages, one tensor a layer in the order of the layers."""
+
+    @abc.abstractmethod
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """The shape that a memory object of `num_tokens` tokens must have."""
+
+    @abc.abstractmethod
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> Any:
+        """Copies one object into the pages of the tokens `[start, end)`."""
+
+    @abc.abstractmethod
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> Any:
+        """Copies the pages of the tokens `[start, end)` into one object."""
+
+    @abc.abstractmethod
+    def batched_to_gpu(self, memory_objs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Copies many objects into the pages."""
+
+    @abc.abstractmethod
+    def batched_from_gpu(self, memory_objs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Copies the pages into many objects."""

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine's KV tensors lie in memory, read off its declared specification and the tensors' strides.
+
+A layout is strides, not a name (`PagedLayout`). Axes are called B blocks, N tokens of a block, H KV heads, D
+elements of a head, 2 key and value, C the content of one head and token: key then value (2D elements), or the
+latent of MLA. vLLM's per-layer tensors have been `2BNHD`, `B2NHD`, `2BHND` and, since 0.23 on the CPU and
+0.26 elsewhere, `BHNC` in any memory order; MLA is `BNC` or `BHNC` with one head. What fits none of them, or
+two that differ, is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache._native import PagedLayout, Pages, batched_kv_transfer
+
+__all__ = ["LayerSpec", "PagedLayout", "UnknownLayout", "describe_layer", "describe_layers", "verify_layout"]
+
+_KV_AXES = ("2BNHD", "B2NHD", "2BHND", "B2HND", "BHNC", "BNHC")
+_MLA_AXES = ("BNC", "BHNC")
+
+
+class UnknownLayout(ValueError):  # noqa: N818 -- the name of the design
+    """The KV tensors cannot be copied safely. The text says what was seen and what is accepted."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the engine declares about the KV of its layers.
+
+    Args:
+        block_size: tokens of a block as the scheduler counts them; the tensor's blocks may be a part of it.
+        num_kv_heads: on this rank.
+        head_size: elements of a head; of the latent for MLA.
+        dtype: of an element; fp8 may come as its dtype or as uint8.
+        num_blocks: as the scheduler counts them.
+        use_mla: one latent in the place of keys and values.
+        axes: the tensor's axes if the engine says them, such as `2BNHD`; None to find the only ones that fit.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    num_blocks: int
+    use_mla: bool = False
+    axes: str | None = None
+
+    @property
+    def planes(self) -> int:
+        return 1 if self.use_mla else 2
+
+    @property
+    def hidden(self) -> int:
+        """Elements of one token's key, or of its latent."""
+        return self.num_kv_heads * self.head_size
+
+
+def describe_layer(tensor: torch.Tensor, spec: LayerSpec) -> PagedLayout:
+    """The strides of one layer's pages.
+
+    Raises:
+        UnknownLayout: no axes fit the tensor, several that differ do, or elements overlap.
+    """
+    return _match(tensor, spec)[1]
+
+
+def describe_layers(tensors: Sequence[torch.Tensor], spec: LayerSpec) -> Pages:
+    """The pages of all layers, in the order given.
+
+    Raises:
+        UnknownLayout: as `describe_layer`; layers that differ, share bytes, or leave bytes between their
+            blocks that are no layer's (padded pages).
+    """
+    if not tensors:
+        raise UnknownLayout("no KV tensors were given; one a layer is accepted")
+    layouts = [describe_layer(tensor, spec) for tensor in tensors]
+    for index, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            raise UnknownLayout(
+                f"layer {index} lies as {layout}, layer 0 as {layouts[0]}; layers of one layout are accepted"
+            )
+        if tensors[index].device != tensors[0].device:
+            raise UnknownLayout(
+                f"layer {index} is on {tensors[index].device}, layer 0 on {tensors[0].device}"
+            )
+    bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
+    _check_layers_apart([int(base) for base in bases], _gap(tensors[0]), layouts[0])
+    return Pages(bases, layouts[0], _device_index(tensors[0].device))
+
+
+def verify_layout(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] | None = None) -> None:
+    """Writes random bytes through torch's indexing and reads them through the native path, and the other way
+    round.
+
+    The blocks used (the first and the last if None) hold what they held, bit for bit, when this returns.
+
+    Raises:
+        UnknownLayout: the two ways differ.
+    """
+    axes, layout = _match(tensor, spec)
+    view = _token_view(tensor, axes, layout)  # uint8 [B, N, planes, H, head bytes]
+    chosen = sorted(set(blocks if blocks is not None else (0, layout.num_blocks - 1)))
+    pages = Pages(np.array([tensor.data_ptr()], dtype=np.uint64), layout, _device_index(tensor.device))
+    saved = view[chosen].clone()
+    slots = np.concatenate([np.arange(b * layout.block_size, (b + 1) * layout.block_size) for b in chosen])
+    try:
+        for store in (True, False):
+            pattern = torch.randint(0, 256, saved.shape, dtype=torch.uint8).to(tensor.device)
+            packed = torch.empty_like(pattern) if store else pattern.clone()
+            if store:
+                view[chosen] = pattern
+            _copy(pages, packed, slots.astype(np.int64), store)
+            if not torch.equal(packed if store else view[chosen], pattern):
+                raise UnknownLayout(
+                    f"a {'read' if store else 'write'} through {layout} of a tensor {axes} gave other "
+                    "bytes than "
+                    "torch's own indexing; caching stays off"
+                )
+    finally:
+        view[chosen] = saved
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def _copy(pages: Pages, packed: torch.Tensor, slots: np.ndarray, store: bool) -> None:
+    stream = 0
+    if packed.is_cuda:
+        stream = torch.cuda.current_stream(packed.device).cuda_stream
+    address = np.array([packed.data_ptr()], dtype=np.uint64)
+    start, end = np.array([0], dtype=np.int64), np.array([len(slots)], dtype=np.int64)
+    batched_kv_transfer(pages, address, start, end, slots, store, stream=stream)
+
+
+def _match(tensor: torch.Tensor, spec: LayerSpec) -> tuple[str, PagedLayout]:
+    if tensor.element_size() != spec.dtype.itemsize:
+        raise UnknownLayout(
+            f"{_seen(tensor)} has {tensor.element_size()} bytes an element; the specification says "
+            f"{spec.dtype}"
+        )
+    known = _MLA_AXES if spec.use_mla else _KV_AXES
+    if spec.axes is not None and spec.axes not in known:
+        raise UnknownLayout(f"axes {spec.axes!r} are declared; accepted are {', '.join(known)}")
+    tried = known if spec.axes is None else (spec.axes,)
+    found = {axes: layout for axes in tried if (layout := _layout(tensor, axes, spec)) is not None}
+    if not found:
+        raise UnknownLayout(f"{_seen(tensor)} fits none of {', '.join(tried)} with {spec}; caching stays off")
+    if len(set(found.values())) > 1:
+        raise UnknownLayout(
+            f"{_seen(tensor)} fits {' and '.join(found)} with {spec}; declare the axes, or choose another "
+            "block size"
+        )
+    _gap(tensor)
+    return next(iter(found.items()))
+
+
+def _layout(tensor: torch.Tensor, axes: str, spec: LayerSpec) -> PagedLayout | None:
+    """The layout if the tensor's shape is that of the axes, else None."""
+    if tensor.dim() != len(axes):
+        return None
+    size = dict(zip(axes, tensor.shape, strict=True))
+    stride = dict(zip(axes, (step * tensor.element_size() for step in tensor.stride()), strict=True))
+    head_bytes = spec.head_size * tensor.element_size()
+    fits = (
+        size.get("2", 2) == 2
+        and size.get("H", spec.num_kv_heads) == spec.num_kv_heads
+        and size.get("D", spec.head_size) == spec.head_size
+        and size.get("C", spec.planes * spec.head_size) == spec.planes * spec.head_size
+        and size["N"] > 0
+        and spec.block_size % size["N"] == 0
+        and size["B"] == spec.num_blocks * (spec.block_size // size["N"])
+        and ("H" in size or spec.num_kv_heads == 1)
+        and tensor.stride(-1) == 1
+    )
+    if not fits:
+        return None
+    return PagedLayout(
+        kv_stride=0 if spec.use_mla else stride.get("2", head_bytes),
+        block_stride=stride["B"],
+        token_stride=stride["N"],
+        head_stride=stride.get("H", head_bytes),
+        heads=spec.num_kv_heads,
+        head_bytes=head_bytes,
+        block_size=size["N"],
+        num_blocks=size["B"],
+        planes=spec.planes,
+    )
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """Where a layer's elements stop being dense: after `run` bytes, and they go on after `factor` times as
+    many.
+    """
+
+    run: int
+    factor: int
+
+
+def _gap(tensor: torch.Tensor) -> _Gap | None:
+    """The one place at which other layers may lie between this layer's elements; None for a dense tensor.
+
+    Raises:
+        UnknownLayout: elements overlap, or there are gaps that interleaved layers do not make.
+    """
+    dense = tensor.element_size()
+    gap: _Gap | None = None
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        stride = step * tensor.element_size()
+        if stride < dense:
+            raise UnknownLayout(
+                f"{_seen(tensor)} has elements that overlap; each element needs bytes of its own"
+            )
+        if stride > dense:
+            if gap is not None or stride % dense:
+                raise UnknownLayout(
+                    f"{_seen(tensor)} has gaps between its elements; padded pages are not accepted"
+                )
+            gap = _Gap(dense, stride // dense)
+        dense = stride * size
+    return gap
+
+
+def _check_layers_apart(bases: list[int], gap: _Gap | None, layout: PagedLayout) -> None:
+    ordered = sorted(bases)
+    if gap is None:
+        for low, high in itertools.pairwise(ordered):
+            if high - low < layout.extent:
+                raise UnknownLayout(
+                    f"two layers lie {high - low} bytes apart and take {layout.extent} each: they share "
+                    "memory, as "
+                    "the groups of hybrid models do; one group of full attention is accepted"
+                )
+        return
+    expected = [ordered[0] + gap.run * index for index in range(gap.factor)]
+    if ordered != expected:
+        raise UnknownLayout(
+            f"{gap.factor - 1} of {gap.factor} parts of {gap.run} bytes between a layer's blocks should be "
+            "other "
+            f"layers', but {len(ordered)} layers lie at {[base - ordered[0] for base in ordered][:8]} "
+            "bytes from the "
+            "first: pages are padded or shared with another group, which is not accepted"
+        )
+
+
+def _token_view(tensor: torch.Tensor, axes: str, layout: PagedLayout) -> torch.Tensor:
+    """The tensor's bytes as [B, N, planes, H, head bytes], by torch's indexing alone."""
+    view = tensor.view(torch.uint8)
+    names = axes
+    if "C" in names:
+        view, names = torch.unflatten(view, -1, (layout.planes, layout.head_bytes)), names.replace("C", "2D")
+    if "H" not in names:
+        view, names = view.unsqueeze(0), "H" + names
+    return view.permute([names.index(name) for name in "BN2HD"])
+
+
+def _device_index(device: torch.device) -> int:
+    if device.type == "cpu":
+        return -1
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def _seen(tensor: torch.Tensor) -> str:
+    return f"a KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}, {tensor.dtype}"

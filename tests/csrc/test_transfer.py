@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host twins against plain indexing, over layouts, dtypes, block sizes and odd token counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import _native
+from kvcache.gpu_connector.layout import describe_layers
+from tests.csrc.layouts import DTYPES, LAYOUTS, PagedKV, gather, make_kv, random_slots, scatter
+
+# (blocks, block size, heads, head size, tokens)
+SHAPES = ((9, 16, 2, 64, 77), (40, 1, 3, 8, 13), (3, 128, 1, 24, 201), (11, 7, 4, 5, 1))
+
+
+def _kv(layout: str, dtype: torch.dtype, shape: tuple[int, int, int, int, int]) -> PagedKV:
+    blocks, block_size, heads, head_size, _ = shape
+    return make_kv(
+        layout, layers=3, blocks=blocks, block_size=block_size, heads=heads, head_size=head_size, dtype=dtype
+    )
+
+
+def _chunks(tokens: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Spans of a mapping in random order, with a hole between some of them."""
+    cuts = np.unique(np.random.default_rng().integers(0, tokens + 1, 2 * count))
+    if len(cuts) < 2:
+        cuts = np.array([0, tokens])
+    starts, ends = cuts[:-1], cuts[1:]
+    order = np.random.default_rng().permutation(len(starts))
+    order = order[: max(1, len(order) - 1)]
+    return starts[order].astype(np.int64), ends[order].astype(np.int64)
+
+
+def _resident(memory: torch.Tensor, layers: int, planes: int, token_major: bool) -> list[torch.Tensor]:
+    """The layers of one chunk's bytes as views [T, planes, row]."""
+    if token_major:
+        return list(memory.view(layers, -1, planes, memory.shape[-1]))
+    by_plane = memory.view(planes, layers, -1, memory.shape[-1])
+    return [by_plane[:, layer].transpose(0, 1) for layer in range(layers)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("token_major", [True, False], ids=["token_major", "plane_major"])
+def test_batches_equal_plain_indexing(layout: str, dtype: torch.dtype, token_major: bool) -> None:
+    for shape in SHAPES:
+        kv = _kv(layout, dtype, shape)
+        pages = describe_layers(kv.tensors, kv.spec)
+        planes, row = pages.layout.planes, pages.layout.row_bytes
+        slots = random_slots(kv.slots, shape[-1], shape[1], skip=0.1)
+        starts, ends = _chunks(len(slots), 4)
+        memory = [
+            torch.randint(0, 256, (3 * planes * int(end - start), row), dtype=torch.uint8)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        before, pages_before = [chunk.clone() for chunk in memory], kv.snapshot()
+        addresses = np.array([chunk.data_ptr() for chunk in memory], dtype=np.uint64)
+
+        _native.batched_kv_transfer(
+            pages, addresses, starts, ends, slots.numpy(), True, token_major=token_major
+        )
+        for chunk, poison, start, end in zip(memory, before, starts, ends, strict=True):
+            got = _resident(chunk, 3, planes, token_major)
+            old = _resident(poison, 3, planes, token_major)
+            for layer in range(3):
+                assert torch.equal(got[layer], gather(pages_before[layer], slots[start:end], old[layer]))
+        assert all(map(torch.equal, kv.snapshot(), pages_before)), "a store wrote pages"
+
+        for chunk in memory:
+            chunk.random_(0, 256)
+        _native.batched_kv_transfer(
+            pages, addresses, starts, ends, slots.numpy(), False, token_major=token_major
+        )
+        expected = pages_before
+        for chunk, start, end in zip(memory, starts, ends, strict=True):
+            data = _resident(chunk, 3, planes, token_major)
+            expected = [scatter(expected[i], slots[start:end], data[i]) for i in range(3)]
+        assert all(map(torch.equal, kv.snapshot(), expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_ranges_of_resident_chunks(layout: str) -> None:
+    shape = SHAPES[0]
+    kv = _kv(layout, torch.bfloat16, shape)
+    pages = describe_layers(kv.tensors, kv.spec)
+    slots = random_slots(kv.slots, shape[-1], shape[1])
+    packed = torch.zeros(2, len(slots), pages.layout.planes, pages.layout.row_bytes, dtype=torch.uint8)
+    span = (np.array([0]), np.array([len(slots)]))
+    _native.batched_kv_transfer(
+        pages,
+        np.array([packed.data_ptr()], dtype=np.uint64),
+        *span,
+        slots.numpy(),
+        True,
+        layer_begin=1,
+        layer_end=3,
+    )
+    for index, layer in enumerate((1, 2)):
+        assert torch.equal(packed[index], kv.rows(layer)[slots])
+    single = torch.zeros_like(packed[0])
+    _native.single_layer_kv_transfer(pages, 2, single.data_ptr(), slots.numpy(), True)
+    assert torch.equal(single, packed[1])
+
+
+def test_kernel_blocks_are_parts_of_the_managers_blocks() -> None:
+    """A tensor of 16-token blocks serves slots that count blocks of 64."""
+    kv = make_kv("LBHNC", layers=1, blocks=24, block_size=16, heads=2, head_size=8, dtype=torch.float16)
+    spec = type(kv.spec)(
+        block_size=64, num_kv_heads=2, head_size=8, dtype=torch.float16, num_blocks=6
+    )
+    pages = describe_layers(kv.tensors, spec)
+    assert (pages.layout.block_size, pages.layout.num_blocks) == (16, 24)
+    slots = torch.tensor([64 * 5 + 63, 64 * 2 + 17, 0])
+    packed = torch.zeros(3, 2, pages.layout.row_bytes, dtype=torch.uint8)
+    _native.multi_layer_kv_transfer(pages, packed.data_ptr(), slots.numpy(), True)
+    for token, (block, offset) in enumerate(((5 * 4 + 3, 15), (2 * 4 + 1, 1), (0, 0))):
+        assert torch.equal(packed[token], kv.views[0][block, offset].reshape(2, -1))
+
+
+def test_unilateral_pools() -> None:
+    keys = [torch.randint(0, 256, (50, 3 * 16), dtype=torch.uint8) for _ in range(2)]
+    values = [torch.randint(0, 256, (50, 3 * 16), dtype=torch.uint8) for _ in range(2)]
+    layout = _native.PagedLayout(
+        kv_stride=48, block_stride=48, token_stride=48, head_stride=16, heads=3, head_bytes=16, block_size=1,
+        num_blocks=50, planes=2,
+    )  # fmt: skip
+    pages = _native.Pages.unilateral(_bases(keys), _bases(values), layout)
+    slots = torch.randperm(50)[:21]
+    packed = torch.zeros(2, 21, 2, 48, dtype=torch.uint8)
+    _native.multi_layer_kv_transfer(pages, packed.data_ptr(), slots.numpy(), True)
+    for layer in range(2):
+        assert torch.equal(packed[layer, :, 0], keys[layer][slots])
+        assert torch.equal(packed[layer, :, 1], values[layer][slots])
+
+
+def test_large_batches_take_the_streaming_copy_unharmed() -> None:
+    """Above the cache's size stores bypass it; rows that start and end anywhere must survive that."""
+    layout = _native.PagedLayout(
+        kv_stride=40_000_003, block_stride=16 * 1237, token_stride=1237, head_stride=1237, heads=1,
+        head_bytes=1237, block_size=16, num_blocks=1000, planes=2,
+    )  # fmt: skip
+    raw = torch.randint(0, 256, (layout.extent,), dtype=torch.uint8)
+    pages = _native.Pages(_bases([raw]), layout)
+    slots = torch.randperm(16000)[:9001]
+    packed = torch.zeros(9001, 2, 1237, dtype=torch.uint8)
+    _native.multi_layer_kv_transfer(pages, packed.data_ptr(), slots.numpy(), True)
+    for plane in range(2):
+        rows = raw[plane * 40_000_003 :][: 16000 * 1237].view(16000, 1237)
+        assert torch.equal(packed[:, plane], rows[slots])
+
+
+@pytest.mark.parametrize(
+    ("slots", "text"),
+    [([0, 144, 3], r"slot_mapping\[1\] is 144; slots from 0 to 143"), ([5, 6, -2], r"slot_mapping\[2\] is -2")],
+)
+@pytest.mark.parametrize("store", [True, False])
+def test_slots_out_of_range_are_named_and_nothing_is_written(slots: list[int], text: str, store: bool) -> None:
+    kv = _kv("2BNHD", torch.float32, SHAPES[0])
+    pages = describe_layers(kv.tensors, kv.spec)
+    packed = torch.full((3, 3, pages.layout.token_bytes), 7, dtype=torch.uint8)
+    before = kv.snapshot()
+    with pytest.raises(ValueError, match=text):
+        _native.multi_layer_kv_transfer(pages, packed.data_ptr(), np.array(slots), store)
+    assert bool((packed == 7).all())
+    assert all(map(torch.equal, kv.snapshot(), before))
+
+
+def test_bad_batches_are_refused() -> None:
+    kv = _kv("2BNHD", torch.float32, SHAPES[0])
+    pages = describe_layers(kv.tensors, kv.spec)
+    one, two = np.array([0]), np.array([0, 1])
+    address, slots = np.array([64], dtype=np.uint64), np.arange(10)
+    cases = [
+        ((address, one, np.array([11]), slots), r"chunk 0 spans tokens 0 to 11; the slot mapping has 10"),
+        ((address, np.array([4]), np.array([3]), slots), "chunk 0 spans tokens 4 to 3"),
+        ((address * 0, one, np.array([1]), slots), "chunk 0 has the address 0"),
+        ((address, two, two, slots), "addresses, starts and ends have 1, 2 and 2 entries"),
+        ((address, one, one, slots.astype(np.int32)), "slot_mapping is an array of int32"),
+        ((address, one, one, np.arange(20)[::2]), "slot_mapping is an array of int64"),
+        ((address.astype(np.int64), one, one, slots), "addresses is an array of int64"),
+    ]
+    for arguments, text in cases:
+        with pytest.raises(ValueError, match=text):
+            _native.batched_kv_transfer(pages, *arguments, True)
+    with pytest.raises(ValueError, match="layers 2 to 4 are not within the 3 layers"):
+        _native.batched_kv_transfer(pages, address, one, one, slots, True, layer_begin=2, layer_end=4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"heads": 0}, "heads is 0"),
+        ({"planes": 3}, "planes is 3"),
+        ({"token_stride": 15}, "token_stride is 15 bytes, below head_bytes 16"),
+        ({"num_blocks": 1 << 30}, r"at most 2\^31-1 are accepted"),
+    ],
+)
+def test_layouts_that_cannot_be(changed: dict[str, int], text: str) -> None:
+    good = {
+        "kv_stride": 6400, "block_stride": 64, "token_stride": 16, "head_stride": 16, "heads": 1, "head_bytes": 16,
+        "block_size": 4, "num_blocks": 100, "planes": 2,
+    }  # fmt: skip
+    assert _native.PagedLayout(**good).extent == 6400 + 99 * 64 + 3 * 16 + 16
+    with pytest.raises(ValueError, match=text):
+        _native.PagedLayout(**(good | changed))
+
+
+def _bases(tensors: list[torch.Tensor]) -> np.ndarray:
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
