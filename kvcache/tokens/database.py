@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token database: which chunks a sequence of tokens is made of, and the key of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvcache.tokens.hashing import DIGEST_BYTES, Insert, PrefixChain, digest128
+from kvcache.tokens.keys import CacheEngineKey
+
+
+class Chunk(NamedTuple):
+    """Tokens `[start, end)` of a sequence and the key of their KV."""
+
+    start: int
+    end: int
+    key: CacheEngineKey
+
+
+def chain_secret(hash_seed: str) -> bytes:
+    """The key of the chained hash, from the configuration's `hash_seed`."""
+    return digest128(b"chain secret", hash_seed.encode())
+
+
+def chain_root(adapter: str = "", salt: str = "") -> bytes:
+    """Where a request's chain starts. Two requests share a prefix only if adapter and salt are equal."""
+    return digest128(b"chain root", adapter.encode(), salt.encode())
+
+
+@dataclass(frozen=True)
+class ChunkedTokenDatabase:
+    """Cuts token sequences into chunks of `chunk_size` and names them for one rank.
+
+    `namespace` has 16 bytes (`Namespace.digest`).
+    """
+
+    chunk_size: int
+    namespace: bytes
+    rank: int
+    hash_seed: str = ""
+
+    def chain(self, adapter: str = "", salt: str = "", inserts: Sequence[Insert] = ()) -> PrefixChain:
+        """An empty chain for a request."""
+        return PrefixChain(self.chunk_size, chain_secret(self.hash_seed), chain_root(adapter, salt), inserts)
+
+    def hash_tokens(self, tokens: Sequence[int], *, with_tail: bool = False) -> bytes:
+        """Digests of the chunks of `tokens` without adapter, salt or inserts; the partial last one on
+        request."""
+        chain = self.chain()
+        chain.extend(tokens)
+        tail = chain.tail_digest() if with_tail else None
+        return bytes(chain.digests) + (tail or b"")
+
+    def chunks(self, digests: bytes, num_tokens: int) -> Iterator[Chunk]:
+        """The chunks that `digests` (16 bytes each) name in a window of `num_tokens` tokens.
+
+        Positions count from the window's start. The last chunk may be partial; digests beyond the tokens are
+        an error, tokens beyond the digests are no part of any chunk.
+
+        Raises:
+            ValueError: digests of a broken length or more of them than the tokens have chunks.
+        """
+        count, rest = divmod(len(digests), DIGEST_BYTES)
+        if rest or (count and (count - 1) * self.chunk_size >= num_tokens):
+            raise ValueError(
+                f"{len(digests)} bytes of digests for {num_tokens} tokens; {self.chunk_size} of them, a chunk, "
+                f"have {DIGEST_BYTES}"
+            )
+        for index in range(count):
+            start = index * self.chunk_size
+            digest = bytes(digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+            yield Chunk(start, min(start + self.chunk_size, num_tokens), self.key(digest))
+
+    def key(self, digest: bytes) -> CacheEngineKey:
+        return CacheEngineKey(digest, self.namespace, self.rank)
+
+    def keys(self, digests: bytes) -> list[CacheEngineKey]:
+        """The keys of whole digests, in order."""
+        return [
+            self.key(bytes(digests[at : at + DIGEST_BYTES])) for at in range(0, len(digests), DIGEST_BYTES)
+        ]
