@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of one rank: stores, looks up and gives back the KV of token sequences.
+
+The engine works on windows of a sequence: `digests` name the chunks of the window, `slot_mapping` says where
+each of its tokens lies in vLLM's pages (-1: nowhere, leave it out). Copies run on the GPU connector's
+streams; a chunk becomes visible only when its copy is done, and a lease ends only when its load is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from kvcache.gpu_connector.interface import Completion, GPUConnectorInterface
+from kvcache.memory.objects import MemoryObj
+from kvcache.storage.manager import StorageManager
+from kvcache.storage.tiers.cpu import Outcome
+from kvcache.tokens.database import Chunk, ChunkedTokenDatabase
+
+
+@dataclass
+class _Copies:
+    """Chunks on their way from or to the pages."""
+
+    completion: Completion
+    chunks: list[Chunk]
+    objs: list[MemoryObj]
+    owner: str
+    started: float
+    on_done: Callable[[], None] = lambda: None
+
+
+@dataclass
+class EngineCounters:
+    """What the engine did since it started."""
+
+    stored_tokens: int = 0
+    loaded_tokens: int = 0
+    load_failed_tokens: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+class LMCacheEngine:
+    """Store, retrieve and lookup for one rank.
+
+    `store`, `retrieve` and `poll` belong to the thread that runs the model; `lookup`, `lookup_unpin` and what
+    they stand on are thread-safe, since the lookup server answers from its own thread.
+    """
+
+    def __init__(
+        self,
+        database: ChunkedTokenDatabase,
+        storage: StorageManager,
+        gpu_connector: GPUConnectorInterface,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.database = database
+        self.storage = storage
+        self.gpu_connector = gpu_connector
+        self.counters = EngineCounters()
+        self._clock = clock
+        self._stores: list[_Copies] = []
+        self._loads: list[_Copies] = []
+
+    # Store
+
+    def store(
+        self,
+        tokens: Sequence[int] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        digests: bytes | None = None,
+        on_stored: Callable[[int], None] = lambda tokens: None,
+    ) -> int:
+        """Copies the KV of a window's chunks out of the pages, those that are not stored yet.
+
+        Args:
+            tokens: token ids of the window; may be left out where `digests` is given.
+            mask: bool, one an id: a prefix of False (stored by an earlier call, not looked at) of a whole
+            number of
+                chunks, then True. All True if None.
+            slot_mapping: int64, one a token of the window.
+            digests: 16 bytes a chunk of the window.
+            on_stored: called once when the copies are visible, with the tokens from the window's start up to
+            the
+                first chunk that could not be stored: what is safe to count as saved.
+
+        Returns:
+            Tokens, from the window's start, that are stored or on their way.
+
+        Raises:
+            ValueError: a mask that is not of that form, or more digests than tokens.
+        """
+        num_tokens = len(slot_mapping)
+        skipped = self._skipped(mask, num_tokens)
+        chunks = list(self.database.chunks(self._digests(tokens, digests), num_tokens))
+        if skipped % self.database.chunk_size:
+            raise ValueError(
+                f"the mask starts with {skipped} False, which is no multiple of the chunk size "
+                f"{self.database.chunk_size}; round it down"
+            )
+        reserved: list[Chunk] = []
+        objs: list[MemoryObj] = []
+        stored = acknowledged = skipped
+        contiguous = True
+        for chunk in chunks:
+            if chunk.end <= skipped:
+                continue
+            outcome, obj = self.storage.cpu.reserve(chunk.key, chunk.end - chunk.start)
+            if outcome is Outcome.FULL:
+                self.counters.failures["StoreNoRoom"] += 1
+                break
+            if obj is not None:
+                reserved.append(chunk)
+                objs.append(obj)
+            stored = chunk.end
+            contiguous = contiguous and outcome is not Outcome.IN_FLIGHT
+            acknowledged = chunk.end if contiguous else acknowledged
+        if not reserved:
+            on_stored(acknowledged)
+            return stored
+        started = self._clock()
+        try:
+            completion = self.gpu_connector.batched_from_gpu(
+                objs, [c.start for c in reserved], [c.end for c in reserved], slot_mapping=slot_mapping
+            )
+        except BaseException:
+            self.storage.cpu.abandon([chunk.key for chunk in reserved])
+            raise
+        self._stores.append(
+            _Copies(completion, reserved, objs, "", started, partial(on_stored, acknowledged))
+        )
+        self.poll()
+        return stored
+
+    # Retrieve
+
+    def lookup(
+        self,
+        tokens: Sequence[int] | None = None,
+        *,
+        digests: bytes | None = None,
+        lookup_id: str = "",
+        pin: bool = False,
+    ) -> int:
+        """Tokens, from the start without a gap, whose KV is stored.
+
+        Args:
+            tokens: token ids, or
+            digests: 16 bytes a chunk; every chunk counts as full.
+            lookup_id: the owner of the lease.
+            pin: lease what is found to `lookup_id` until it is retrieved or unpinned.
+        """
+        keys = self.database.keys(self._digests(tokens, digests))
+        found = self.storage.lookup_and_lease(keys, lookup_id) if pin else self.storage.lookup(keys)
+        return found * self.database.chunk_size
+
+    def lookup_unpin(self, lookup_ids: Sequence[str]) -> None:
+        """Ends the leases of these lookups. An unknown one is none."""
+        for lookup_id in lookup_ids:
+            self.storage.release(lookup_id)
+
+    def retrieve(
+        self,
+        tokens: Sequence[int] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        digests: bytes | None = None,
+        lookup_id: str = "",
+    ) -> torch.Tensor:
+        """Copies stored KV into the pages and ends the lease once that is done.
+
+        On a GPU the copies are ordered before whatever the model's stream is given afterwards.
+
+        Args:
+            tokens: token ids of the window; may be left out where `digests` is given.
+            mask: bool, one an id: a prefix of False (there already; whole chunks are not read), then True.
+            slot_mapping: int64, one a token of the window; -1 leaves a token's page as it is.
+            digests: 16 bytes a chunk of the window.
+            lookup_id: the owner of the lease that the lookup took; without one the window is looked up here.
+
+        Returns:
+            bool [tokens]: True where the KV was wanted and is now (or, where the slot is -1, could have been)
+            in the pages. It is True without a gap from the first wanted token on.
+        """
+        num_tokens = len(slot_mapping)
+        skipped = self._skipped(mask, num_tokens)
+        owner = lookup_id or f"retrieve/{id(slot_mapping)}"
+        wanted = [
+            c for c in self.database.chunks(self._digests(tokens, digests), num_tokens) if c.end > skipped
+        ]
+        result = torch.zeros(num_tokens, dtype=torch.bool)
+        keys = [chunk.key for chunk in wanted]
+        objs = self.storage.cpu.leased(keys, owner)
+        if len(objs) < len(wanted):
+            # The lease ran out, or there was none: what is still there is as good.
+            objs = self.storage.cpu.leased(keys[: self.storage.lookup_and_lease(keys, owner)], owner)
+        loaded = wanted[: len(objs)]
+        if not loaded:
+            self.storage.release(owner)
+            return result
+        started = self._clock()
+        try:
+            completion = self.gpu_connector.batched_to_gpu(
+                objs, [c.start for c in loaded], [c.end for c in loaded], slot_mapping=slot_mapping
+            )
+        except BaseException:
+            self.storage.release(owner)
+            raise
+        self._loads.append(_Copies(completion, loaded, objs, owner, started))
+        result[max(skipped, loaded[0].start) : loaded[-1].end] = True
+        self.counters.loaded_tokens += int(result.sum())
+        self.poll()
+        return result
+
+    # Completion
+
+    def poll(self) -> None:
+        """Publishes finished stores and ends the leases of finished loads. Cheap with nothing to do."""
+        self._loads = [copies for copies in self._loads if not self._finish_load(copies)]
+        self._stores = [copies for copies in self._stores if not self._finish_store(copies)]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for all copies; False if some are not done in time."""
+        deadline = self._clock() + timeout_s
+        for copies in (*self._loads, *self._stores):
+            copies.completion.wait(max(0.0, deadline - self._clock()))
+        self.poll()
+        return not (self._loads or self._stores)
+
+    def close(self) -> None:
+        """Waits for the copies that run, then frees the tiers' memory."""
+        if self.drain(timeout_s=10.0):
+            self.storage.close()
+
+    def _finish_store(self, copies: _Copies) -> bool:
+        if not copies.completion.done():
+            return False
+        keys = [chunk.key for chunk in copies.chunks]
+        self.storage.cpu.publish(keys, self._clock() - copies.started)
+        self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in copies.chunks)
+        copies.on_done()
+        return True
+
+    def _finish_load(self, copies: _Copies) -> bool:
+        if not copies.completion.done():
+            return False
+        tokens = sum(chunk.end - chunk.start for chunk in copies.chunks)
+        num_bytes = sum(obj.nbytes for obj in copies.objs)
+        self.storage.cpu.count_read(num_bytes, self._clock() - copies.started, tokens)
+        self.storage.release(copies.owner)
+        return True
+
+    def _digests(self, tokens: Sequence[int] | None, digests: bytes | None) -> bytes:
+        if digests is not None:
+            return digests
+        if tokens is None:
+            raise ValueError("neither tokens nor digests are given; the window's chunks cannot be named")
+        return self.database.hash_tokens(tokens)
+
+    @staticmethod
+    def _skipped(mask: torch.Tensor | None, num_tokens: int) -> int:
+        if mask is None:
+            return 0
+        if len(mask) != num_tokens:
+            raise ValueError(
+                f"a mask of {len(mask)} tokens for {num_tokens} slots; both name the same window"
+            )
+        skipped = num_tokens - int(mask.sum())
+        if bool(mask[:skipped].any()):
+            raise ValueError(
+                "the mask has True before False; it must be False for a prefix and True from there on"
+            )
+        return skipped

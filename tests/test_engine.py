@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine over host pages: what was stored comes back, where it was asked for and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvcache.engine import LMCacheEngine
+from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.layout import LayerSpec
+from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.memory.allocator import ChunkAllocator, KVShape
+from kvcache.memory.region import HostRegion
+from kvcache.storage.manager import StorageManager
+from kvcache.storage.policies import LRUPolicy
+from kvcache.storage.tiers.cpu import CpuTier
+from kvcache.tokens.database import ChunkedTokenDatabase
+
+CHUNK, BLOCK, BLOCKS, LAYERS, HEADS, HEAD = 16, 8, 32, 3, 2, 16
+
+
+class Late(Completion):
+    """Copies of a GPU that are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.finished = False
+
+    def done(self) -> bool:
+        return self.finished
+
+
+class LateConnector(VLLMPagedMemGPUConnectorV2):
+    """Copies at once, as the stream's order makes it look, but reports it late."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.late: list[Late] = []
+
+    def _delay(self) -> Late:
+        self.late.append(Late())
+        return self.late[-1]
+
+    def batched_to_gpu(self, *args: object, **kwargs: object) -> Completion:
+        super().batched_to_gpu(*args, **kwargs)  # type: ignore[arg-type]
+        return self._delay()
+
+    def batched_from_gpu(self, *args: object, **kwargs: object) -> Completion:
+        super().batched_from_gpu(*args, **kwargs)  # type: ignore[arg-type]
+        return self._delay()
+
+
+@dataclass
+class Rig:
+    engine: LMCacheEngine
+    pages: list[torch.Tensor]
+    connector: VLLMPagedMemGPUConnectorV2
+
+    def slots(self, tokens: int) -> torch.Tensor:
+        """A random block table."""
+        blocks = torch.randperm(BLOCKS)[: -(-tokens // BLOCK)]
+        return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).reshape(-1)[:tokens]
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """[layers, tokens, 2, heads * head]: the KV of the slots, by plain indexing."""
+        layers = [
+            page.view(BLOCKS, HEADS, BLOCK, 2, HEAD)[slots // BLOCK, :, slots % BLOCK] for page in self.pages
+        ]
+        return torch.stack(layers).transpose(2, 3).reshape(LAYERS, len(slots), 2, HEADS * HEAD)
+
+    def fill(self) -> None:
+        for page in self.pages:
+            page.copy_(torch.randn_like(page))
+
+    def tier(self) -> CpuTier:
+        return self.engine.storage.cpu
+
+
+def make_rig(
+    connector_type: type[VLLMPagedMemGPUConnectorV2] = VLLMPagedMemGPUConnectorV2, chunks: int = 20
+) -> Rig:
+    spec = LayerSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, num_blocks=BLOCKS
+    )
+    pages = [torch.randn(BLOCKS, HEADS, BLOCK, 2 * HEAD) for _ in range(LAYERS)]
+    connector = connector_type(spec)
+    connector.initialize_kvcaches_ptr(kvcaches=pages)
+    shape = KVShape.of(connector, CHUNK)
+    allocator = ChunkAllocator(
+        HostRegion(chunks * -(-shape.chunk_bytes // 4096) * 4096, pin="Disabled"), shape
+    )
+    tier = CpuTier(allocator, LRUPolicy(), lease_timeout_s=60.0)
+    engine = LMCacheEngine(ChunkedTokenDatabase(CHUNK, bytes(16), 0), StorageManager(tier), connector)
+    return Rig(engine, pages, connector)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = make_rig()
+    yield rig
+    assert rig.tier().stats().leases == 0
+    rig.engine.close()
+
+
+def mask(tokens: int, skipped: int) -> torch.Tensor:
+    return torch.arange(tokens) >= skipped
+
+
+def test_what_is_stored_comes_back_elsewhere(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (5 * CHUNK + 3,)).tolist()
+    source, target = rig.slots(len(tokens)), rig.slots(len(tokens))
+    expected = rig.read(source).clone()
+    acknowledged: list[int] = []
+    assert rig.engine.store(tokens, slot_mapping=source, on_stored=acknowledged.append) == 5 * CHUNK
+    assert acknowledged == [5 * CHUNK]
+    rig.fill()
+    before = [page.clone() for page in rig.pages]
+    there = rig.engine.retrieve(tokens, slot_mapping=target)
+    assert there.tolist() == [True] * 5 * CHUNK + [False] * 3
+    assert torch.equal(rig.read(target)[:, : 5 * CHUNK], expected[:, : 5 * CHUNK])
+    untouched = torch.ones(BLOCKS * BLOCK, dtype=torch.bool)
+    untouched[target[: 5 * CHUNK]] = False
+    rest = untouched.nonzero().flatten()
+    after = rig.read(rest)
+    rig.pages[:] = before
+    assert torch.equal(after, rig.read(rest))
+
+
+def test_masked_prefix_and_negative_slots_are_left_alone(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (4 * CHUNK,)).tolist()
+    source, target = rig.slots(len(tokens)), rig.slots(len(tokens))
+    expected = rig.read(source).clone()
+    rig.engine.store(tokens, slot_mapping=source)
+    rig.fill()
+    before = rig.read(target).clone()
+    slots = target.clone()
+    slots[: CHUNK + 5] = -1
+    slots[-1] = -1
+    there = rig.engine.retrieve(tokens, mask(len(tokens), CHUNK), slot_mapping=slots)
+    assert there.tolist() == [False] * CHUNK + [True] * 3 * CHUNK
+    after = rig.read(target)
+    assert torch.equal(after[:, : CHUNK + 5], before[:, : CHUNK + 5])
+    assert torch.equal(after[:, CHUNK + 5 : -1], expected[:, CHUNK + 5 : -1])
+    assert torch.equal(after[:, -1], before[:, -1])
+
+
+def test_a_missing_chunk_ends_the_load_exactly_there(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (4 * CHUNK,)).tolist()
+    slots = rig.slots(len(tokens))
+    expected = rig.read(slots).clone()
+    rig.engine.store(tokens[: 2 * CHUNK], slot_mapping=slots[: 2 * CHUNK])
+    whole = rig.engine.database.hash_tokens(tokens)
+    assert rig.engine.lookup(digests=whole) == 2 * CHUNK
+    rig.fill()
+    before = rig.read(slots).clone()
+    there = rig.engine.retrieve(tokens, slot_mapping=slots)
+    assert there.tolist() == [True] * 2 * CHUNK + [False] * 2 * CHUNK
+    assert torch.equal(rig.read(slots)[:, : 2 * CHUNK], expected[:, : 2 * CHUNK])
+    assert torch.equal(rig.read(slots)[:, 2 * CHUNK :], before[:, 2 * CHUNK :])
+
+
+def test_stored_chunks_are_not_copied_again(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (3 * CHUNK,)).tolist()
+    slots = rig.slots(len(tokens))
+    rig.engine.store(tokens[:CHUNK], slot_mapping=slots[:CHUNK])
+    assert rig.engine.store(tokens, slot_mapping=slots) == 3 * CHUNK
+    assert rig.engine.counters.stored_tokens == 3 * CHUNK
+    assert rig.engine.store(tokens, mask(len(tokens), CHUNK), slot_mapping=slots) == 3 * CHUNK
+    assert rig.engine.counters.stored_tokens == 3 * CHUNK
+
+
+def test_a_full_tier_acknowledges_what_fits() -> None:
+    rig = make_rig(chunks=2)
+    tokens = torch.randint(0, 1000, (4 * CHUNK,)).tolist()
+    acknowledged: list[int] = []
+    stored = rig.engine.store(tokens, slot_mapping=rig.slots(len(tokens)), on_stored=acknowledged.append)
+    assert stored == acknowledged[0] == 2 * CHUNK
+    assert rig.engine.counters.failures["StoreNoRoom"] == 1
+    rig.engine.close()
+
+
+def test_a_chunk_is_visible_only_when_its_copy_is_done() -> None:
+    rig = make_rig(LateConnector)
+    assert isinstance(rig.connector, LateConnector)
+    tokens = torch.randint(0, 1000, (2 * CHUNK,)).tolist()
+    slots = rig.slots(len(tokens))
+    first: list[int] = []
+    second: list[int] = []
+    rig.engine.store(tokens, slot_mapping=slots, on_stored=first.append)
+    rig.engine.store(tokens, slot_mapping=slots, on_stored=second.append)
+    assert (first, second) == ([], [0])  # in flight by another is not stored yet
+    assert rig.engine.lookup(tokens) == 0
+    assert not rig.engine.drain(timeout_s=0.0)
+    rig.connector.late[0].finished = True
+    rig.engine.poll()
+    assert first == [2 * CHUNK]
+    assert rig.engine.lookup(tokens, lookup_id="request", pin=True) == 2 * CHUNK
+    assert rig.tier().stats().leases == 2
+    assert bool(rig.engine.retrieve(tokens, slot_mapping=slots, lookup_id="request").all())
+    assert rig.tier().stats().leases == 2  # the copy still reads
+    rig.connector.late[1].finished = True
+    rig.engine.poll()
+    assert rig.tier().stats().leases == 0
+    rig.engine.close()
+
+
+def test_a_failed_copy_leaves_nothing(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (2 * CHUNK,)).tolist()
+    slots = rig.slots(len(tokens))
+    beyond = slots.clone()
+    beyond[3] = BLOCKS * BLOCK
+    with pytest.raises(ValueError, match=str(BLOCKS * BLOCK)):
+        rig.engine.store(tokens, slot_mapping=beyond)
+    assert rig.tier().stats().used_bytes == 0
+    rig.engine.store(tokens, slot_mapping=slots)
+    before = rig.read(slots).clone()
+    with pytest.raises(ValueError, match=str(BLOCKS * BLOCK)):
+        rig.engine.retrieve(tokens, slot_mapping=beyond, lookup_id="request")
+    assert torch.equal(rig.read(slots), before)
+    assert rig.tier().stats().leases == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wrong_mask", "sentence"),
+    [
+        (40, mask(40, 5), "no multiple of the chunk size"),
+        (40, torch.flip(mask(40, CHUNK), [0]), "True before False"),
+        (40, mask(39, 0), "39 tokens for 40 slots"),
+    ],
+)
+def test_a_mask_of_another_form_is_refused(
+    rig: Rig, tokens: int, wrong_mask: torch.Tensor, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        rig.engine.store(list(range(tokens)), wrong_mask, slot_mapping=rig.slots(tokens))
+    assert rig.tier().stats().used_bytes == 0
+
+
+def test_neither_tokens_nor_digests(rig: Rig) -> None:
+    with pytest.raises(ValueError, match="neither tokens nor digests"):
+        rig.engine.store(slot_mapping=rig.slots(CHUNK))
