@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sidecar's end of the control sockets: asks all processes at once, each within one deadline.
+
+Every request has a connection of its own. That costs some 0.1 ms, and no answer can be taken for another's,
+no request waits behind one that hangs, and a restarted process is found without further ado.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvcache.control.snapshot import Snapshot
+from kvcache.control.wire import (
+    SCHEDULER,
+    Flush,
+    Flushed,
+    FlushResult,
+    GetStats,
+    RankSnapshot,
+    SchedulerSnapshot,
+    rank_name,
+    rank_of,
+    served_names,
+    socket_path,
+)
+from kvcache.ipc import (
+    MAX_MESSAGE_BYTES,
+    IpcError,
+    NoAnswerError,
+    ReplyT,
+    UnreachableError,
+    checked_path,
+    is_served,
+    pack_request,
+    unpack_reply,
+)
+
+_REQUEST_ID = 1
+
+
+class ControlClient:
+    """Asks the scheduler and the ranks of one vLLM. For one event loop.
+
+    Args:
+        runtime_dir: folder of the control sockets. It need not exist yet.
+        expected_ranks: ranks that must be there; those whose sockets are found otherwise.
+        timeout_s: the longest that a process may take for its statistics.
+        flush_timeout_s: the longest that it may take for a flush.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: str | Path,
+        expected_ranks: int | None = None,
+        timeout_s: float = 2.0,
+        flush_timeout_s: float = 10.0,
+    ) -> None:
+        self._runtime_dir = Path(runtime_dir)
+        self._expected = [rank_name(rank) for rank in range(expected_ranks or 0)]
+        self._timeout_s = timeout_s
+        self._flush_timeout_s = flush_timeout_s
+        self._context = zmq.asyncio.Context()
+
+    async def snapshot(self) -> Snapshot:
+        """Statistics of every process that is expected or found; one that does not answer is missing."""
+        ranks = self._ranks()
+        scheduler, *answers = await asyncio.gather(
+            self._ask(SCHEDULER, GetStats(), SchedulerSnapshot, self._timeout_s),
+            *(self._ask(name, GetStats(), RankSnapshot, self._timeout_s) for name in ranks),
+        )
+        missing = {
+            name: answer
+            for name, answer in zip([SCHEDULER, *ranks], [scheduler, *answers], strict=True)
+            if isinstance(answer, str)
+        }
+        return Snapshot(
+            taken_at=time.time(),
+            scheduler=scheduler.stats if isinstance(scheduler, SchedulerSnapshot) else None,
+            ranks={answer.stats.rank: answer.stats for answer in answers if isinstance(answer, RankSnapshot)},
+            missing=missing,
+        )
+
+    async def flush(self, tiers: Sequence[str]) -> dict[str, list[FlushResult]]:
+        """Has every rank drop what it stores in these tiers.
+
+        Returns:
+            The name of each rank to one result a tier; those of a rank that does not answer say so.
+        """
+        ranks = self._ranks()
+        answers = await asyncio.gather(
+            *(self._ask(name, Flush(list(tiers)), Flushed, self._flush_timeout_s) for name in ranks)
+        )
+        return {name: _complete_results(tiers, answer) for name, answer in zip(ranks, answers, strict=True)}
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _ranks(self) -> list[str]:
+        found = [name for name in served_names(self._runtime_dir) if name != SCHEDULER]
+        return sorted({*self._expected, *found}, key=lambda name: rank_of(name) or 0)
+
+    async def _ask(
+        self, name: str, message: msgspec.Struct, reply: type[ReplyT], timeout_s: float
+    ) -> ReplyT | str:
+        """The answer, or in words why there is none."""
+        try:
+            return await self._request(socket_path(self._runtime_dir, name), message, reply, timeout_s)
+        except UnreachableError:
+            return "its control socket is not served; the process is gone or has not started yet"
+        except NoAnswerError:
+            return f"it did not answer within {timeout_s:g} s"
+        except IpcError as error:
+            return str(error)
+
+    async def _request(
+        self, path: Path, message: msgspec.Struct, reply: type[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        if not is_served(checked_path(path)):
+            raise UnreachableError(f"{path} is not served")
+        with self._context.socket(zmq.DEALER) as connection:
+            connection.setsockopt(zmq.LINGER, 0)
+            connection.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            connection.connect(f"ipc://{path}")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await connection.send_multipart(pack_request(_REQUEST_ID, message))
+                    return unpack_reply(await connection.recv_multipart(), reply)
+            except TimeoutError:
+                raise NoAnswerError(f"{path} did not answer within {timeout_s:g} s") from None
+
+
+def _complete_results(tiers: Sequence[str], answer: Flushed | str) -> list[FlushResult]:
+    """One result for each tier, whatever the rank answered."""
+    if isinstance(answer, str):
+        return [FlushResult(tier=tier, complete=False, reason=answer) for tier in tiers]
+    by_tier = {result.tier: result for result in answer.results}
+    return [
+        by_tier.get(tier) or FlushResult(tier=tier, complete=False, reason="the rank has no such tier")
+        for tier in tiers
+    ]

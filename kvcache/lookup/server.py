@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank's end of the lookup: answers which chunks are stored and leases them to the request that asks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from kvcache.ipc import Done, Server, ServerCounters
+from kvcache.lookup.wire import (
+    DIGEST_BYTES,
+    Hello,
+    LookupReply,
+    LookupRequest,
+    Release,
+    lease_owner,
+    socket_path,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LookupBackend(Protocol):
+    """What the server asks of the engine. Called on the server's thread."""
+
+    def lookup_and_lease(self, hashes: bytes, owner: str) -> int:
+        """Leases to `owner` what is stored of these chunks, from the first on without a gap; their number.
+
+        Args:
+            hashes: 16 bytes a chunk.
+            owner: `<session>/<lookup id>`. Asked again, it holds what it held and what is new.
+        """
+        ...
+
+    def release(self, owner: str) -> None:
+        """Ends the owner's leases. An owner without one is no error."""
+        ...
+
+    def release_session(self, prefix: str) -> None:
+        """Ends the leases of all owners whose name starts with `prefix`."""
+        ...
+
+
+class StaleSessionError(Exception):
+    """A lookup of a scheduler that another one has taken the place of."""
+
+
+class LookupServer:
+    """Serves one rank's lookups until it is closed.
+
+    One session is served at a time: a `Hello` with another one ends the leases of the session before. A
+    server that was restarted takes the session of the first message.
+
+    Raises:
+        IpcError: the socket cannot be opened; the text says why.
+    """
+
+    def __init__(self, runtime_dir: str | Path, rank: int, backend: LookupBackend) -> None:
+        self._backend = backend
+        self._session: str | None = None
+        self._server = Server(
+            socket_path(runtime_dir, rank),
+            {Hello: self._hello, LookupRequest: self._lookup, Release: self._release},
+        )
+
+    @property
+    def path(self) -> Path:
+        return self._server.path
+
+    @property
+    def counters(self) -> ServerCounters:
+        return self._server.counters
+
+    def close(self) -> None:
+        """Ends the thread and removes the socket. Leases stay: they end with the engine."""
+        self._server.close()
+
+    def __enter__(self) -> LookupServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hello(self, message: Hello) -> Done:
+        before, self._session = self._session, message.session
+        if before not in (None, message.session):
+            logger.info("%s: session %s follows %s, whose leases end", self.path, message.session, before)
+            self._backend.release_session(lease_owner(str(before), ""))
+        return Done()
+
+    def _lookup(self, message: LookupRequest) -> LookupReply:
+        if self._session is None:
+            self._session = message.session
+        if message.session != self._session:
+            raise StaleSessionError(
+                f"session {message.session} was read, {self._session} is served; "
+                "give each vLLM a runtime_dir of its own"
+            )
+        count, rest = divmod(len(message.hashes), DIGEST_BYTES)
+        if rest:
+            raise ValueError(f"{len(message.hashes)} bytes of hashes were read; send {DIGEST_BYTES} a chunk")
+        owner = lease_owner(message.session, message.lookup_id)
+        found = self._backend.lookup_and_lease(message.hashes, owner)
+        if not 0 <= found <= count:
+            self._backend.release(owner)
+            raise ValueError(f"the backend found {found} of {count} chunks; it must say 0 to {count}")
+        return LookupReply(found)
+
+    def _release(self, message: Release) -> Done:
+        for lookup_id in message.lookup_ids:
+            self._backend.release(lease_owner(message.session, lookup_id))
+        return Done()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the scheduler's lookup client and the ranks' lookup servers.
+
+A *session* is one life of a scheduler. The leases of a lookup belong to the owner `<session>/<lookup id>`, so
+that all leases of a scheduler that is gone can be ended together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+DIGEST_BYTES = 16
+MAX_CHUNKS = 1 << 17
+"""Of one lookup: 2 MiB of digests."""
+
+MAX_ID_CHARS = 4096
+
+Session = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+LookupId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
+"""A request id of vLLM; clients of vLLM may choose a part of it."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Opens a session, which ends the one before, or asks whether the rank answers. Answered by `Done`."""
+
+    session: Session
+
+
+class LookupRequest(msgspec.Struct, frozen=True, tag="lookup"):
+    """Which of these chunks are stored? Those that are get a lease. Answered by `LookupReply`."""
+
+    session: Session
+    lookup_id: LookupId
+    hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS * DIGEST_BYTES)]
+    """16 bytes a chunk, in the order of the prompt."""
+
+
+class LookupReply(msgspec.Struct, frozen=True, tag="found"):
+    chunks: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
+    """Stored chunks from the start on without a gap, all leased."""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Ends the leases of these lookups. Answered by `Done`."""
+
+    session: Session
+    lookup_ids: list[LookupId]
+
+
+def lease_owner(session: str, lookup_id: str) -> str:
+    """The name under which a rank holds the leases of a lookup."""
+    return f"{session}/{lookup_id}"
+
+
+def socket_path(runtime_dir: str | Path, rank: int) -> Path:
+    """The socket of a rank's lookup server."""
+    return Path(runtime_dir) / f"lookup.rank{rank}.sock"
