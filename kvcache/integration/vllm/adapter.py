@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LMCacheConnectorV1Impl`: all hooks in both roles, each behind the guard.
+
+What the hooks decide stands in `scheduler.py`, what they move in `worker.py`; this module starts the right
+one of them, keeps the step's metadata, and turns every failure into "no cache here" with a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvcache.config import load_config
+from kvcache.control.wire import Flush, Flushed, FlushResult, rank_name, socket_path
+from kvcache.gpu_connector.layout import LayerSpec
+from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.integration.vllm.guard import Guard, guarded
+from kvcache.integration.vllm.identity import check_supported, default_runtime_dir, namespace_of
+from kvcache.integration.vllm.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata, StepReport
+from kvcache.integration.vllm.scheduler import SchedulerSide
+from kvcache.integration.vllm.worker import WorkerSide
+from kvcache.ipc import Client, IpcError
+from kvcache.manager import LMCacheManager
+from kvcache.memory.allocator import KVShape
+from kvcache.stats import RankStats, SchedulerStats
+from kvcache.storage.tiers.cpu import CpuTier
+from kvcache.tokens.database import ChunkedTokenDatabase
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvcache")
+
+_FLUSH_TIMEOUT_S = 10.0
+
+
+class LMCacheConnectorV1Impl:
+    """The connector of one process. It never raises: what cannot work leaves `reason` and a vLLM without a
+    cache."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self.guard = Guard()
+        self.reason = "the KV caches are not registered yet"
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._is_worker = role == KVConnectorRole.WORKER
+        self._manager: LMCacheManager | None = None
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._metadata: LMCacheConnectorMetadata | None = None
+        self._report = StepReport()
+        self._namespace = b""
+        self._transfer_path = "none"
+        try:
+            self._start()
+        except Exception as error:
+            self._turn_off(error)
+
+    # Start and stop
+
+    def _start(self) -> None:
+        transfer = self._vllm_config.kv_transfer_config
+        config = load_config(transfer.kv_connector_extra_config)
+        self._manager = LMCacheManager(
+            config, config.runtime_dir or default_runtime_dir(str(transfer.engine_id))
+        )
+        if not self._is_worker:
+            # The scheduler reports its reason to the admin sidecar even if it cannot use the cache.
+            self._manager.start_control("scheduler", self)
+        check_supported(self._vllm_config, self._kv_cache_config)
+        block_size = self._block_size
+        config.check_block_size(block_size)
+        if self._is_worker:
+            self._namespace = namespace_of(
+                self._vllm_config, self._kv_cache_config, config.chunk_size
+            ).digest()
+            return
+        client = self._manager.start_lookup_client(_world_size(self._vllm_config))
+        self._scheduler = SchedulerSide(config, str(transfer.kv_role), block_size, client)
+        self.reason = ""
+
+    def _turn_off(self, error: Exception) -> None:
+        self.reason = f"{error}"
+        self._worker = self._scheduler = None
+        self.guard.failures[type(error).__name__] += 1
+        logger.error(
+            "KV cache: off in this %s: %s. vLLM serves on without it.",
+            "worker" if self._is_worker else "scheduler",
+            error,
+        )
+
+    @guarded(lambda: None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Starts the rank's engine over vLLM's pages, and its servers in any case."""
+        if self._manager is None:
+            return
+        rank = _rank(self._vllm_config)
+        if self._namespace:
+            try:
+                self._start_engine(self._manager, kv_caches, rank)
+            except Exception as error:
+                self._turn_off(error)
+        self._manager.start_lookup_server(rank)
+        self._manager.start_control(f"rank{rank}", self)
+
+    def _start_engine(self, manager: LMCacheManager, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        layers = self._kv_cache_config.kv_cache_groups[0].layer_names
+        use_mla = type(spec).__name__ == "MLAAttentionSpec"
+        layer_spec = LayerSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            num_blocks=self._kv_cache_config.num_blocks,
+            use_mla=use_mla,
+        )
+        connector = VLLMPagedMemGPUConnectorV2(layer_spec)
+        connector.initialize_kvcaches_ptr(kvcaches=[kv_caches[name] for name in layers])
+        config = manager.config
+        shape = KVShape.of(connector, config.chunk_size)
+        database = ChunkedTokenDatabase(config.chunk_size, self._namespace, rank, config.hash_seed)
+        device = kv_caches[layers[0]].device
+        engine = manager.start_engine(database, shape, connector, pin=device.type == "cuda")
+        self._transfer_path = connector.path
+        self._worker = WorkerSide(engine, self._block_size, rank, self._report, self.guard.caught)
+        self.reason = ""
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Stops the servers and frees the tiers. vLLM does not always call it."""
+        self._worker = self._scheduler = None
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    # Worker hooks
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._metadata = None
+
+    @guarded(lambda: None, on_error="_lose_loads")
+    def start_load_kv(self) -> None:
+        metadata = self._metadata
+        if metadata is None:
+            return
+        for req_id, block_ids in metadata.lost_block_ids.items():
+            self._report.lose(req_id, 0, block_ids)
+        if self._worker is None:
+            self._lose_loads()
+        else:
+            self._worker.start_load_kv(metadata)
+
+    def _lose_loads(self) -> None:
+        """vLLM must hear of every load of this step that did not come, or it serves from unfilled pages."""
+        for request in () if self._metadata is None else self._metadata.requests:
+            blocks = request.promised_blocks(self._block_size)
+            if blocks:
+                self._report.lose(request.req_id, len(blocks) * self._block_size, blocks)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: bulk loads are done, or ordered on the GPU, before the forward starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
+        """Nothing: bulk stores happen in `wait_for_save`."""
+
+    @guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None and self._metadata is not None and self._metadata.requests:
+            self._worker.wait_for_save(self._metadata)
+
+    @guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """No request is ever held for us: loads are synchronous, and pages are read before they can be
+        reused."""
+        if self._worker is not None:
+            self._worker.engine.poll()
+        return None, None
+
+    @guarded(lambda: set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._report.take_invalid_block_ids()
+
+    @guarded(lambda: None)
+    def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
+        if self._worker is not None:
+            self._worker.engine.poll()
+        return self._report.take_worker_metadata()
+
+    # Scheduler hooks
+
+    @guarded(lambda: 0)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return (
+            0
+            if self._scheduler is None
+            else self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        )
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
+        """Guarded by itself: promises to vLLM that cannot be planned must reach the workers as lost."""
+        if self._scheduler is None:
+            return LMCacheConnectorMetadata("")
+        try:
+            return self._scheduler.build_connector_meta(scheduler_output)
+        except Exception as error:
+            self.guard.caught("build_connector_meta", error)
+            return self._scheduler.lose_promises(scheduler_output)
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(report, LMCacheWorkerMetadata):
+            self._scheduler.update_connector_output(report)
+
+    @guarded(lambda: (False, None))
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request.request_id)
+        return False, None
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """vLLM was told to forget external KV too (after new weights, say): empties every rank's tiers."""
+        if self._manager is None or self._scheduler is None:
+            return None
+        return all(
+            _flush_rank(self._manager.runtime_dir, rank) for rank in range(_world_size(self._vllm_config))
+        )
+
+    # The admin sidecar's questions, on the control server's thread
+
+    def stats(self) -> RankStats | SchedulerStats:
+        """A snapshot of this process."""
+        if not self._is_worker:
+            return self._scheduler_stats()
+        return self._rank_stats()
+
+    def flush(self, tiers: Sequence[str]) -> list[FlushResult]:
+        """Empties tiers of this rank; the scheduler process holds none."""
+        if self._worker is None:
+            return []
+        return [
+            FlushResult(
+                tier=tier,
+                complete=not flushed.kept_objects,
+                removed_objects=flushed.removed_objects,
+                removed_bytes=flushed.removed_bytes,
+                kept_objects=flushed.kept_objects,
+                reason="still read or written: invisible from now on, and freed when that ends"
+                if flushed.kept_objects
+                else "",
+            )
+            for tier, flushed in self._worker.engine.storage.flush(tiers).items()
+        ]
+
+    @property
+    def _block_size(self) -> int:
+        """Tokens of one of vLLM's blocks, which a block id of the scheduler names."""
+        return int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+    def _scheduler_stats(self) -> SchedulerStats:
+        if self._scheduler is not None:
+            return self._scheduler.stats(self.guard.failures)
+        return SchedulerStats(
+            pid=os.getpid(),
+            ready=False,
+            reason=self.reason,
+            requests=0,
+            prompt_tokens=0,
+            hit_gpu_tokens=0,
+            hit_cache_tokens={},
+            computed_tokens=0,
+            lookups=0,
+            lookup_seconds=0.0,
+            lookup_timeouts=0,
+            failures=dict(self.guard.failures),
+        )
+
+    def _rank_stats(self) -> RankStats:
+        if self._worker is not None:
+            return self._worker.stats(self._namespace, self._transfer_path, self.guard.failures)
+        return RankStats(
+            rank=_rank(self._vllm_config),
+            pid=os.getpid(),
+            ready=False,
+            reason=self.reason,
+            transfer_path="none",
+            namespace=self._namespace.hex(),
+            stored_tokens=0,
+            loaded_tokens=0,
+            load_failed_tokens=0,
+            failures=dict(self.guard.failures),
+            tiers=[],
+        )
+
+
+def _flush_rank(runtime_dir: Path, rank: int) -> bool:
+    """Empties a rank's tiers; False if it does not answer or could not."""
+    with Client(socket_path(runtime_dir, rank_name(rank))) as client:
+        try:
+            answer = client.request(Flush([CpuTier.name]), Flushed, timeout_s=_FLUSH_TIMEOUT_S)
+        except IpcError as error:
+            logger.warning("KV cache: rank %d was not flushed: %s", rank, error)
+            return False
+    return all(result.complete for result in answer.results)
+
+
+def _world_size(vllm_config: VllmConfig) -> int:
+    """Ranks of tensor x pipeline parallelism."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def _rank(vllm_config: VllmConfig) -> int:
+    """The rank in tensor x pipeline parallelism, stage by stage."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return int(
+        get_pp_group().rank_in_group * vllm_config.parallel_config.tensor_parallel_size
+        + get_tp_group().rank_in_group
+    )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between the scheduler's and the workers' side of the connector, and what the scheduler
+remembers.
+
+vLLM broadcasts the metadata to all ranks with every step, so it names only the window of a request that is
+loaded or stored in that step: the digests of its chunks and its blocks, not the token ids and slots of the
+whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass
+class LoadSpec:
+    """What of a request's prompt is given back."""
+
+    vllm_cached_tokens: int
+    """Tokens that vLLM has in its own pages: those are never written."""
+    lmcache_cached_tokens: int
+    """Tokens, from the prompt's start, whose KV the cache has."""
+    can_load: bool
+    """vLLM has allocated the blocks."""
+
+
+@dataclass
+class SaveSpec:
+    """What of a request's tokens is stored."""
+
+    skip_leading_tokens: int
+    """Tokens, from the prompt's start, that are stored already; a whole number of chunks."""
+    can_save: bool
+
+
+@dataclass
+class ReqMeta:
+    """One request in one step: the window `[first_token, num_tokens)` of its sequence.
+
+    `load_spec` and `save_spec` count tokens from the sequence's start.
+    """
+
+    req_id: str
+    first_token: int
+    """Where the window begins: a multiple of the chunk size and of the block size."""
+    num_tokens: int
+    """Where it ends."""
+    digests: bytes
+    """16 bytes for each chunk of the window."""
+    block_ids: list[int]
+    """vLLM's blocks of the window, in order."""
+    load_spec: LoadSpec | None = None
+    save_spec: SaveSpec | None = None
+
+    def slot_mapping(self, block_size: int) -> torch.Tensor:
+        """int64 [tokens of the window]: `block_id * block_size + offset`."""
+        blocks = np.asarray(self.block_ids, dtype=np.int64)
+        slots = (blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)[None, :]).reshape(-1)
+        return torch.from_numpy(slots[: self.num_tokens - self.first_token])
+
+    def promised_blocks(self, block_size: int, first_missing: int = 0) -> list[int]:
+        """Blocks with a token that is to be loaded, from window position `first_missing` on."""
+        spec = self.load_spec
+        if spec is None or not spec.can_load:
+            return []
+        first = max(first_missing, spec.vllm_cached_tokens - self.first_token)
+        return self.block_ids[
+            first // block_size : -(-(spec.lmcache_cached_tokens - self.first_token) // block_size)
+        ]
+
+
+@dataclass
+class LMCacheConnectorMetadata(KVConnectorMetadata):
+    """One step's work, from the scheduler to every rank."""
+
+    lookup_session: str
+    """The session of the scheduler's lookups: the ranks hold their leases under it."""
+    requests: list[ReqMeta] = field(default_factory=list)
+    lookup_requests_in_step: list[str] = field(default_factory=list)
+    """Lookups whose leases end with this step although nothing is loaded for them."""
+    lost_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Request to blocks whose KV was promised to vLLM and will not come, since planning the step failed."""
+
+
+@dataclass
+class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
+    """What a rank has done since its last report, back to the scheduler."""
+
+    saved_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Request to tokens, from its start, that are stored without a gap, and that were asked to be."""
+    finished_loads: dict[str, int] = field(default_factory=dict)
+    """Request to tokens that were promised and did not come: 0 where all is well."""
+
+    def aggregate(self, other: LMCacheWorkerMetadata) -> LMCacheWorkerMetadata:
+        """Over ranks: the least that one has saved, and the most that one missed."""
+        saved = dict(self.saved_tokens)
+        for req_id, counts in other.saved_tokens.items():
+            saved[req_id] = min(saved.get(req_id, counts), counts)
+        finished = dict(self.finished_loads)
+        for req_id, tokens in other.finished_loads.items():
+            finished[req_id] = max(finished.get(req_id, 0), tokens)
+        return LMCacheWorkerMetadata(saved, finished)
+
+    def __bool__(self) -> bool:
+        return bool(self.saved_tokens or self.finished_loads)
+
+
+@dataclass
+class StepReport:
+    """What a worker has to tell the scheduler; taken by vLLM piece by piece at the end of each step."""
+
+    invalid_block_ids: set[int] = field(default_factory=set)
+    worker: LMCacheWorkerMetadata = field(default_factory=LMCacheWorkerMetadata)
+
+    def lose(self, req_id: str, tokens: int, block_ids: Iterable[int]) -> None:
+        """A request's promised tokens did not come, nor did anything else in these blocks."""
+        self.invalid_block_ids.update(block_ids)
+        self.worker.finished_loads[req_id] = tokens
+
+    def take_invalid_block_ids(self) -> set[int]:
+        taken, self.invalid_block_ids = self.invalid_block_ids, set()
+        return taken
+
+    def take_worker_metadata(self) -> LMCacheWorkerMetadata | None:
+        """None where there is nothing to tell."""
+        if not self.worker:
+            return None
+        taken, self.worker = self.worker, LMCacheWorkerMetadata()
+        return taken

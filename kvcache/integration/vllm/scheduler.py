@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side: which tokens are cached, what each step loads and stores, and where prompt tokens
+came from.
+
+A request's state is derived anew in each step from what vLLM says of it (computed and scheduled tokens, its
+blocks), so that preemption, resumption and a roll-back after a failed load need no cases of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcache.config import LMCacheEngineConfig
+from kvcache.integration.vllm.identity import request_adapter, request_inserts, request_is_nameable
+from kvcache.integration.vllm.metadata import (
+    LMCacheConnectorMetadata,
+    LMCacheWorkerMetadata,
+    LoadSpec,
+    ReqMeta,
+    SaveSpec,
+)
+from kvcache.lookup.client import LookupClient
+from kvcache.stats import SchedulerStats
+from kvcache.tokens.database import chain_root, chain_secret
+from kvcache.tokens.hashing import DIGEST_BYTES, PrefixChain
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class RequestTracker:
+    """What the scheduler remembers of a request between steps. Token counts are from the sequence's start."""
+
+    request: Request
+    chain: PrefixChain | None
+    """None where the prompt cannot be named by token ids: nothing is looked up or stored."""
+    hit_tokens: int | None = None
+    """Answer of the lookup; None before it, and again after preemption."""
+    load_spec: LoadSpec | None = None
+    block_ids: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    """Before the last step that it was in."""
+    asked_tokens: int = 0
+    """Found by the lookup, or asked of the workers to be stored."""
+    saved_tokens: int = 0
+    """Acknowledged by all workers as stored."""
+    hole: bool = False
+    """A store was not acknowledged in full: nothing behind the gap is stored until the request starts over.
+    """
+    counted_hit: int | None = None
+    """Tokens counted as given back; None before the request was first scheduled."""
+
+    @property
+    def req_id(self) -> str:
+        return str(self.request.request_id)
+
+
+@dataclass
+class TokenCounters:
+    """Where prompt tokens came from; each one of a scheduled request is in exactly one of the three."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_gpu_tokens: int = 0
+    hit_cache_tokens: int = 0
+    computed_tokens: int = 0
+
+
+class SchedulerSide:
+    """All of the connector that lives in vLLM's scheduler. One thread.
+
+    Args:
+        config: the configuration.
+        kv_role: `kv_both`, `kv_producer` (stores all, from the prompt's start) or `kv_consumer` (never
+        stores). block_size: tokens of a block. lookup_client: asks the ranks.
+    """
+
+    def __init__(
+        self, config: LMCacheEngineConfig, kv_role: str, block_size: int, lookup_client: LookupClient
+    ) -> None:
+        self._config = config
+        self._role = kv_role
+        self._block_size = block_size
+        self._lookup_client = lookup_client
+        self._secret = chain_secret(config.hash_seed)
+        self._trackers: dict[str, RequestTracker] = {}
+        self._unused_lookups: list[str] = []
+        self._promised: dict[str, int] = {}
+        """Requests whose load vLLM relies on in the step that is being planned, and the tokens that it has
+        itself."""
+        self._doubtful: dict[str, frozenset[int]] = {}
+        """Requests to the blocks of their loads whose outcome no worker has reported yet."""
+        self.counters = TokenCounters()
+
+    # Admission
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens beyond vLLM's own `num_computed_tokens` that the cache gives back. Asking again is free.
+
+        A hit of the whole sequence leaves its last token to compute, since the model must run to sample the
+        next.
+        """
+        tracker = self._tracker(request)
+        if tracker.chain is None or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        if tracker.hit_tokens is None:
+            tracker.hit_tokens = self._lookup(tracker, tracker.chain)
+        hit = min(tracker.hit_tokens, int(request.num_tokens) - 1)
+        new = hit - num_computed_tokens
+        if new < max(1, self._config.min_retrieve_tokens):
+            tracker.load_spec = None
+            return 0
+        tracker.load_spec = LoadSpec(num_computed_tokens, hit, can_load=False)
+        return new
+
+    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+        """vLLM has allocated blocks and will count `num_external_tokens` as computed: exactly those are
+        loaded."""
+        spec = self._trackers[request.request_id].load_spec if request.request_id in self._trackers else None
+        if num_external_tokens > 0:
+            self._promised[request.request_id] = 0 if spec is None else spec.vllm_cached_tokens
+        tracker = self._tracker(request)
+        if num_external_tokens <= 0:
+            tracker.load_spec = None
+            self._drop_lookup(tracker)
+        elif spec is not None:
+            # Whatever vLLM made of our answer is what it relies on; what of it is not there, the worker
+            # reports.
+            spec.lmcache_cached_tokens = spec.vllm_cached_tokens + num_external_tokens
+            spec.can_load = True
+
+    def request_finished(self, req_id: str) -> None:
+        """The request has ended in whatever way; its lookup's lease ends if no load was ever sent."""
+        tracker = self._trackers.pop(req_id, None)
+        if tracker is not None and tracker.hit_tokens:
+            self._lookup_client.cancel(req_id)
+        else:
+            self._lookup_client.clear(req_id)
+
+    # Steps
+
+    def build_connector_meta(self, output: SchedulerOutput) -> LMCacheConnectorMetadata:
+        """What the workers load and store in this step."""
+        metadata = LMCacheConnectorMetadata(
+            self._lookup_client.session, lookup_requests_in_step=self._unused_lookups
+        )
+        self._unused_lookups = []
+        for req_id in getattr(output, "preempted_req_ids", None) or ():
+            self._preempted(req_id)
+        for new in output.scheduled_new_reqs:
+            tracker = self._trackers.get(new.req_id)
+            if tracker is not None:
+                tracker.block_ids = list(new.block_ids[0])
+                self._add_step(
+                    metadata, tracker, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
+                )
+        cached = output.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            tracker = self._trackers.get(req_id)
+            if tracker is None:
+                continue
+            new_blocks = cached.new_block_ids[index]
+            if req_id in cached.resumed_req_ids:
+                tracker.block_ids = list(new_blocks[0]) if new_blocks else []
+            elif new_blocks:
+                tracker.block_ids.extend(new_blocks[0])
+            self._add_step(
+                metadata, tracker, cached.num_computed_tokens[index], output.num_scheduled_tokens[req_id]
+            )
+        planned = {request.req_id for request in metadata.requests if request.load_spec is not None}
+        self._lose_promises(metadata, output, without=planned)
+        return metadata
+
+    def lose_promises(self, output: SchedulerOutput) -> LMCacheConnectorMetadata:
+        """Stands in for a step that could not be planned."""
+        metadata = LMCacheConnectorMetadata(self._lookup_client.session)
+        self._lose_promises(metadata, output, without=())
+        return metadata
+
+    def _lose_promises(
+        self, metadata: LMCacheConnectorMetadata, output: SchedulerOutput, without: Collection[str]
+    ) -> None:
+        """Names the blocks that vLLM takes for loaded in this step, leaving out the requests `without`."""
+        promised, self._promised = self._promised, {}
+        if promised.keys() <= set(without):
+            return
+        cached = output.scheduled_cached_reqs
+        blocks = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+        blocks |= {
+            req_id: ids for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids
+        }
+        for req_id, own_tokens in promised.items():
+            if req_id not in without and req_id in blocks:
+                lost = blocks[req_id][0][own_tokens // self._block_size :]
+                metadata.lost_block_ids[req_id] = lost
+                self._doubtful[req_id] = frozenset(lost)
+
+    def update_connector_output(self, report: LMCacheWorkerMetadata) -> None:
+        """What the workers acknowledged and what failed to load."""
+        for req_id, (saved, asked) in report.saved_tokens.items():
+            tracker = self._trackers.get(req_id)
+            if tracker is None:
+                continue
+            tracker.saved_tokens = saved
+            if saved < asked:
+                tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, saved), True
+        for req_id, failed in report.finished_loads.items():
+            self._doubtful.pop(req_id, None)
+            tracker = self._trackers.get(req_id)
+            if tracker is not None and tracker.counted_hit:
+                wrong = min(failed, tracker.counted_hit)
+                tracker.counted_hit -= wrong
+                self.counters.hit_cache_tokens -= wrong
+                self.counters.computed_tokens += wrong
+
+    def stats(self, failures: Counter[str]) -> SchedulerStats:
+        """A snapshot; safe to take from another thread, since it reads single counters."""
+        client, counters = self._lookup_client, self.counters
+        return SchedulerStats(
+            pid=os.getpid(),
+            ready=True,
+            reason="",
+            requests=counters.requests,
+            prompt_tokens=counters.prompt_tokens,
+            hit_gpu_tokens=counters.hit_gpu_tokens,
+            hit_cache_tokens={"cpu": counters.hit_cache_tokens},
+            computed_tokens=counters.computed_tokens,
+            lookups=client.counters.lookups,
+            lookup_seconds=client.counters.seconds,
+            lookup_timeouts=client.counters.timeouts,
+            failures=dict(failures),
+        )
+
+    # Parts of a step
+
+    def _tracker(self, request: Request) -> RequestTracker:
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            chain = None
+            if request_is_nameable(request):
+                root = chain_root(request_adapter(request), request.cache_salt or "")
+                chain = PrefixChain(self._config.chunk_size, self._secret, root, request_inserts(request))
+            tracker = self._trackers[request.request_id] = RequestTracker(request, chain)
+        return tracker
+
+    def _lookup(self, tracker: RequestTracker, chain: PrefixChain) -> int:
+        """Tokens from the start that all ranks have, leased to the request."""
+        usable = len(tracker.request.all_token_ids) - self._config.skip_last_n_tokens
+        _extend(chain, tracker.request, usable)
+        digests = bytes(chain.digests[: usable // self._config.chunk_size * DIGEST_BYTES])
+        if self._config.save_unfull_chunk and usable == chain.num_tokens:
+            digests += chain.tail_digest() or b""
+        if not digests:
+            return 0
+        chunks = self._lookup_client.lookup(tracker.req_id, digests).chunks
+        hit = min(chunks * self._config.chunk_size, usable)
+        tracker.asked_tokens = max(tracker.asked_tokens, self._floor(hit))
+        return hit
+
+    def _drop_lookup(self, tracker: RequestTracker) -> None:
+        """Ends, with the next step, the lease of a lookup that nothing is loaded for."""
+        if tracker.hit_tokens:
+            self._unused_lookups.append(tracker.req_id)
+        tracker.hit_tokens = 0
+
+    def _preempted(self, req_id: str) -> None:
+        tracker = self._trackers.get(req_id)
+        if tracker is not None:
+            tracker.hit_tokens, tracker.block_ids = None, []
+
+    def _add_step(
+        self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker, computed: int, scheduled: int
+    ) -> None:
+        load = tracker.load_spec if tracker.load_spec is not None and tracker.load_spec.can_load else None
+        tracker.load_spec = None
+        self._count(tracker, computed, load)
+        if computed < tracker.computed_tokens:
+            # Started over, or rolled back after a failed load: what lies behind may be stored or not.
+            tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, self._floor(computed)), False
+        tracker.computed_tokens = computed
+        chain = tracker.chain
+        if chain is None:
+            return
+        if load is not None:
+            start, end = (
+                self._floor(load.vllm_cached_tokens),
+                self._chunk_end(chain, load.lmcache_cached_tokens),
+            )
+            request = self._window(tracker, chain, start, end, load, None)
+            metadata.requests.append(request)
+            self._doubtful[tracker.req_id] = frozenset(request.promised_blocks(self._block_size))
+            tracker.hit_tokens = 0  # the worker ends the lease with the load: there is nothing to cancel
+        save = self._save_spec(tracker, chain, computed, scheduled)
+        if save is not None:
+            start, end = self._floor(save.skip_leading_tokens), tracker.asked_tokens
+            metadata.requests.append(self._window(tracker, chain, start, end, None, save))
+
+    def _save_spec(
+        self, tracker: RequestTracker, chain: PrefixChain, computed: int, scheduled: int
+    ) -> SaveSpec | None:
+        """What to store after this step: whole chunks whose KV will be there and cannot be taken back."""
+        if self._role == "kv_consumer" or tracker.hole:
+            return None
+        if any(not blocks.isdisjoint(tracker.block_ids) for blocks in self._doubtful.values()):
+            # If that load fails, on whichever rank, what this step computes upon it is wrong on all of them.
+            return None
+        prompt = tracker.request.num_prompt_tokens - self._config.skip_last_n_tokens
+        there = min(computed + scheduled, prompt)
+        if self._config.save_decode_cache:
+            # Tokens scheduled behind the prompt may be drafts; those computed by earlier steps are accepted.
+            there = max(there, min(computed, len(tracker.request.all_token_ids)))
+        end = self._floor(there)
+        if self._config.save_unfull_chunk and there == prompt:
+            end = there
+        if end <= tracker.asked_tokens:
+            return None
+        _extend(chain, tracker.request, end)
+        skip = 0 if self._role == "kv_producer" else self._floor(tracker.asked_tokens)
+        tracker.asked_tokens = end
+        return SaveSpec(skip, can_save=True)
+
+    def _window(
+        self,
+        tracker: RequestTracker,
+        chain: PrefixChain,
+        start: int,
+        end: int,
+        load: LoadSpec | None,
+        save: SaveSpec | None,
+    ) -> ReqMeta:
+        chunk, block = self._config.chunk_size, self._block_size
+        digests = bytes(chain.digests[start // chunk * DIGEST_BYTES : end // chunk * DIGEST_BYTES])
+        if end % chunk:
+            digests += chain.tail_digest() or b""
+        blocks = tracker.block_ids[start // block : -(-end // block)]
+        return ReqMeta(tracker.req_id, start, end, digests, blocks, load, save)
+
+    def _count(self, tracker: RequestTracker, computed: int, load: LoadSpec | None) -> None:
+        if tracker.counted_hit is not None:
+            return
+        prompt = tracker.request.num_prompt_tokens
+        given = 0 if load is None else load.lmcache_cached_tokens - load.vllm_cached_tokens
+        tracker.counted_hit = min(given, prompt)
+        on_gpu = min(computed - given, prompt - tracker.counted_hit)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += prompt
+        self.counters.hit_cache_tokens += tracker.counted_hit
+        self.counters.hit_gpu_tokens += on_gpu
+        self.counters.computed_tokens += prompt - tracker.counted_hit - on_gpu
+
+    def _floor(self, tokens: int) -> int:
+        return tokens // self._config.chunk_size * self._config.chunk_size
+
+    def _chunk_end(self, chain: PrefixChain, tokens: int) -> int:
+        """The end of the chunk that the token before `tokens` lies in, cut to what the sequence has."""
+        chunk = self._config.chunk_size
+        return min(-(-tokens // chunk) * chunk, chain.num_tokens)
+
+
+def _extend(chain: PrefixChain, request: Request, num_tokens: int) -> None:
+    """Hashes the request's tokens up to `num_tokens`, those that are new to the chain."""
+    if chain.num_tokens < num_tokens:
+        chain.extend(request.all_token_ids[chain.num_tokens : num_tokens])
