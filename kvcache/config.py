@@ -102,6 +102,9 @@ class LMCacheEngineConfig(_Strict):
     hash_seed: str = Field(default="", max_length=256)
     """Mixed into every key. Equal on all processes that share a tier; a secret value keeps others from
     crafting tokens whose keys collide."""
+    async_loading: Literal["Auto", "Always", "Never"] = "Auto"
+    """Whether a request waits for its load outside of the batch. `Auto`: where others would be held up by
+    it."""
     lookup_timeout_ms: int = Field(default=500, ge=1, le=60_000)
     """The longest that the scheduler waits for all ranks to answer; after it the answer is a miss."""
     lease_timeout_s: float = Field(default=300.0, gt=0)

@@ -32,7 +32,8 @@ class _Copies:
     objs: list[MemoryObj]
     owner: str
     started: float
-    on_done: Callable[[], None] = lambda: None
+    on_stored: Callable[[], None] = lambda: None
+    on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None
 
 
 @dataclass
@@ -174,10 +175,10 @@ class LMCacheEngine:
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
         lookup_id: str = "",
+        ordered: bool = True,
+        on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     ) -> torch.Tensor:
         """Copies stored KV into the pages and ends the lease once that is done.
-
-        On a GPU the copies are ordered before whatever the model's stream is given afterwards.
 
         Args:
             tokens: token ids of the window; may be left out where `digests` is given.
@@ -185,6 +186,9 @@ class LMCacheEngine:
             slot_mapping: int64, one a token of the window; -1 leaves a token's page as it is.
             digests: 16 bytes a chunk of the window.
             lookup_id: the owner of the lease that the lookup took; without one the window is looked up here.
+            ordered: on a GPU, whatever the model's stream is given afterwards waits for the copies.
+            on_loaded: called once when the copies are done, with their bytes and seconds; with 0 bytes where
+                there was nothing to copy.
 
         Returns:
             bool [tokens]: True where the KV was wanted and is now (or, where the slot is -1, could have been)
@@ -205,16 +209,21 @@ class LMCacheEngine:
         loaded = wanted[: len(objs)]
         if not loaded:
             self.storage.release(owner)
+            on_loaded(0, 0.0)
             return result
         started = self._clock()
         try:
             completion = self.gpu_connector.batched_to_gpu(
-                objs, [c.start for c in loaded], [c.end for c in loaded], slot_mapping=slot_mapping
+                objs,
+                [c.start for c in loaded],
+                [c.end for c in loaded],
+                slot_mapping=slot_mapping,
+                ordered=ordered,
             )
         except BaseException:
             self.storage.release(owner)
             raise
-        self._loads.append(_Copies(completion, loaded, objs, owner, started))
+        self._loads.append(_Copies(completion, loaded, objs, owner, started, on_loaded=on_loaded))
         result[max(skipped, loaded[0].start) : loaded[-1].end] = True
         self.counters.loaded_tokens += int(result.sum())
         self.poll()
@@ -226,6 +235,12 @@ class LMCacheEngine:
         """Publishes finished stores and ends the leases of finished loads. Cheap with nothing to do."""
         self._loads = [copies for copies in self._loads if not self._finish_load(copies)]
         self._stores = [copies for copies in self._stores if not self._finish_store(copies)]
+
+    def order_after_stores(self) -> None:
+        """Whatever the model's stream is given from now on waits until running stores have read their
+        pages."""
+        for copies in self._stores:
+            copies.completion.order_current_stream()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits for all copies; False if some are not done in time."""
@@ -246,7 +261,7 @@ class LMCacheEngine:
         keys = [chunk.key for chunk in copies.chunks]
         self.storage.cpu.publish(keys, self._clock() - copies.started)
         self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in copies.chunks)
-        copies.on_done()
+        copies.on_stored()
         return True
 
     def _finish_load(self, copies: _Copies) -> bool:
@@ -254,8 +269,10 @@ class LMCacheEngine:
             return False
         tokens = sum(chunk.end - chunk.start for chunk in copies.chunks)
         num_bytes = sum(obj.nbytes for obj in copies.objs)
-        self.storage.cpu.count_read(num_bytes, self._clock() - copies.started, tokens)
+        seconds = self._clock() - copies.started
+        self.storage.cpu.count_read(num_bytes, seconds, tokens)
         self.storage.release(copies.owner)
+        copies.on_loaded(num_bytes, seconds)
         return True
 
     def _digests(self, tokens: Sequence[int] | None, digests: bytes | None) -> bytes:

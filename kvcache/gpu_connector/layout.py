@@ -143,6 +143,7 @@ def _match(tensor: torch.Tensor, spec: LayerSpec) -> tuple[str, PagedLayout]:
             f"{_seen(tensor)} has {tensor.element_size()} bytes an element; the specification says "
             f"{spec.dtype}"
         )
+    _gap(tensor)
     known = _MLA_AXES if spec.use_mla else _KV_AXES
     if spec.axes is not None and spec.axes not in known:
         raise UnknownLayout(f"axes {spec.axes!r} are declared; accepted are {', '.join(known)}")
@@ -155,7 +156,6 @@ def _match(tensor: torch.Tensor, spec: LayerSpec) -> tuple[str, PagedLayout]:
             f"{_seen(tensor)} fits {' and '.join(found)} with {spec}; declare the axes, or choose another "
             "block size"
         )
-    _gap(tensor)
     return next(iter(found.items()))
 
 

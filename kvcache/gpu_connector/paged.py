@@ -22,9 +22,10 @@ class VLLMPagedMemGPUConnectorV2(GPUConnectorInterface):
     """vLLM's pages, whatever their layout, to and from resident memory objects (KV_LT2D, KV_LTD for MLA).
 
     On a GPU copies are queued: stores on `store_stream`, loads on `load_stream`. Both first wait for the
-    current stream, which wrote or read the pages; the current stream waits for a load, so that whatever it is
-    given afterwards sees the loaded pages, and for a store to have read its pages, so that it may write them
-    again. On the CPU copies are complete when the call returns.
+    current stream, which wrote or read the pages; the current stream waits for a load unless told otherwise,
+    so that whatever it is given afterwards sees the loaded pages. It does not wait for stores: pages must
+    stay as they are until the store's completion is done, or was put before the stream's next work
+    (`order_current_stream`). On the CPU copies are complete when the call returns.
 
     Args:
         spec: what the engine declares about its pages.
@@ -101,8 +102,9 @@ class VLLMPagedMemGPUConnectorV2(GPUConnectorInterface):
         ends: Sequence[int],
         *,
         slot_mapping: torch.Tensor,
+        ordered: bool = True,
     ) -> Completion:
-        """Loads the objects into the pages of their tokens.
+        """Loads the objects into the pages of their tokens; `ordered`: the current stream waits for that.
 
         Raises:
             ValueError: an object that does not fit its tokens, or a slot outside of the pages; nothing was
@@ -116,7 +118,8 @@ class VLLMPagedMemGPUConnectorV2(GPUConnectorInterface):
         self.load_stream.wait_stream(current)
         _native.batched_kv_transfer(self.pages, *arguments, False, stream=self.load_stream.cuda_stream)
         event = self.load_stream.record_event()
-        current.wait_event(event)
+        if ordered:
+            current.wait_event(event)
         return EventCompletion(event)
 
     def batched_from_gpu(
@@ -139,9 +142,7 @@ class VLLMPagedMemGPUConnectorV2(GPUConnectorInterface):
         current = torch.cuda.current_stream(self.pages.device)
         self.store_stream.wait_stream(current)
         _native.batched_kv_transfer(self.pages, *arguments, True, stream=self.store_stream.cuda_stream)
-        event = self.store_stream.record_event()
-        current.wait_event(event)
-        return EventCompletion(event)
+        return EventCompletion(self.store_stream.record_event())
 
     def _arguments(
         self,

@@ -65,7 +65,7 @@ class ChunkedTokenDatabase:
         count, rest = divmod(len(digests), DIGEST_BYTES)
         if rest or (count and (count - 1) * self.chunk_size >= num_tokens):
             raise ValueError(
-                f"{len(digests)} bytes of digests for {num_tokens} tokens; {self.chunk_size} of them, a chunk, "
+                f"{len(digests)} bytes of digests for {num_tokens} tokens; {self.chunk_size} of them "
                 f"have {DIGEST_BYTES}"
             )
         for index in range(count):

@@ -20,6 +20,7 @@ from kvcache.config import load_config
 from kvcache.control.wire import Flush, Flushed, FlushResult, rank_name, socket_path
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.integration.vllm.copies import Copies
 from kvcache.integration.vllm.guard import Guard, guarded
 from kvcache.integration.vllm.identity import check_supported, default_runtime_dir, namespace_of
 from kvcache.integration.vllm.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata, StepReport
@@ -34,6 +35,7 @@ from kvcache.tokens.database import ChunkedTokenDatabase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -88,7 +90,17 @@ class LMCacheConnectorV1Impl:
             ).digest()
             return
         client = self._manager.start_lookup_client(_world_size(self._vllm_config))
-        self._scheduler = SchedulerSide(config, str(transfer.kv_role), block_size, client)
+        spec, layers = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, self._layer_names
+        token_bytes = spec.page_size_bytes * len(layers) // spec.block_size
+        on_gpu = self._vllm_config.device_config.device_type != "cpu"
+        self._scheduler = SchedulerSide(
+            config,
+            str(transfer.kv_role),
+            block_size,
+            client,
+            _world_size(self._vllm_config),
+            Copies(run_behind=on_gpu, token_bytes=token_bytes),
+        )
         self.reason = ""
 
     def _turn_off(self, error: Exception) -> None:
@@ -117,7 +129,7 @@ class LMCacheConnectorV1Impl:
 
     def _start_engine(self, manager: LMCacheManager, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        layers = self._kv_cache_config.kv_cache_groups[0].layer_names
+        layers = self._layer_names
         use_mla = type(spec).__name__ == "MLAAttentionSpec"
         layer_spec = LayerSpec(
             block_size=spec.block_size,
@@ -148,8 +160,19 @@ class LMCacheConnectorV1Impl:
 
     # Worker hooks
 
+    @guarded(lambda: None)
+    def handle_preemptions(self, metadata: Any) -> None:
+        """Called before anything of the step may write into blocks that were taken from a request."""
+        if not isinstance(metadata, LMCacheConnectorMetadata) or not metadata.blocks_were_taken:
+            return
+        if self._worker is not None:
+            self._worker.handle_preemptions()
+
+    @guarded(lambda: None)
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._metadata = metadata
+        if self._worker is not None and isinstance(metadata, LMCacheConnectorMetadata):
+            self._worker.begin_step(metadata)
 
     def clear_connector_metadata(self) -> None:
         self._metadata = None
@@ -161,6 +184,7 @@ class LMCacheConnectorV1Impl:
             return
         for req_id, block_ids in metadata.lost_block_ids.items():
             self._report.lose(req_id, 0, block_ids)
+        self._report.finished_recving.update(metadata.lost_async)
         if self._worker is None:
             self._lose_loads()
         else:
@@ -172,6 +196,8 @@ class LMCacheConnectorV1Impl:
             blocks = request.promised_blocks(self._block_size)
             if blocks:
                 self._report.lose(request.req_id, len(blocks) * self._block_size, blocks)
+                if request.load_spec is not None and request.load_spec.load_async:
+                    self._report.finished_recving.add(request.req_id)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: bulk loads are done, or ordered on the GPU, before the forward starts."""
@@ -186,11 +212,11 @@ class LMCacheConnectorV1Impl:
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """No request is ever held for us: loads are synchronous, and pages are read before they can be
-        reused."""
-        if self._worker is not None:
-            self._worker.engine.poll()
-        return None, None
+        """Requests whose stores are done, of those held for us, and whose asynchronous loads have ended."""
+        if self._worker is None:
+            return None, self._report.take_finished_recving() or None
+        stored, loaded = self._worker.get_finished()
+        return stored or None, loaded or None
 
     @guarded(lambda: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -204,18 +230,23 @@ class LMCacheConnectorV1Impl:
 
     # Scheduler hooks
 
-    @guarded(lambda: 0)
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return (
-            0
-            if self._scheduler is None
-            else self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        )
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @guarded(lambda: None)
-    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, num_external_tokens)
+            block_ids = blocks.get_block_ids()[0] if num_external_tokens > 0 else []
+            self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    @guarded(lambda: False)
+    def has_pending_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_work()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """Guarded by itself: promises to vLLM that cannot be planned must reach the workers as lost."""
@@ -235,9 +266,8 @@ class LMCacheConnectorV1Impl:
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request.request_id)
-        return False, None
+        held = self._scheduler is not None and self._scheduler.request_finished(request.request_id)
+        return held, None
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -273,6 +303,10 @@ class LMCacheConnectorV1Impl:
             )
             for tier, flushed in self._worker.engine.storage.flush(tiers).items()
         ]
+
+    @property
+    def _layer_names(self) -> list[str]:
+        return list(self._kv_cache_config.kv_cache_groups[0].layer_names)
 
     @property
     def _block_size(self) -> int:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between the scheduler's and the workers' side of the connector, and what the scheduler
-remembers.
+"""What crosses between the scheduler's and the workers' side of the connector.
 
 vLLM broadcasts the metadata to all ranks with every step, so it names only the window of a request that is
 loaded or stored in that step: the digests of its chunks and its blocks, not the token ids and slots of the
@@ -27,6 +26,8 @@ class LoadSpec:
     """Tokens, from the prompt's start, whose KV the cache has."""
     can_load: bool
     """vLLM has allocated the blocks."""
+    load_async: bool = False
+    """The request waits outside of the batch until the load is reported as finished."""
 
 
 @dataclass
@@ -36,6 +37,8 @@ class SaveSpec:
     skip_leading_tokens: int
     """Tokens, from the prompt's start, that are stored already; a whole number of chunks."""
     can_save: bool
+    save_id: int = 0
+    """Names this save in the workers' acknowledgements."""
 
 
 @dataclass
@@ -69,9 +72,8 @@ class ReqMeta:
         if spec is None or not spec.can_load:
             return []
         first = max(first_missing, spec.vllm_cached_tokens - self.first_token)
-        return self.block_ids[
-            first // block_size : -(-(spec.lmcache_cached_tokens - self.first_token) // block_size)
-        ]
+        last = spec.lmcache_cached_tokens - self.first_token
+        return self.block_ids[first // block_size : -(-last // block_size)]
 
 
 @dataclass
@@ -85,29 +87,42 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     """Lookups whose leases end with this step although nothing is loaded for them."""
     lost_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Request to blocks whose KV was promised to vLLM and will not come, since planning the step failed."""
+    lost_async: list[str] = field(default_factory=list)
+    """Those of them that wait outside of the batch for the end of their load."""
+    held_requests: list[str] = field(default_factory=list)
+    """Finished requests whose blocks stay until their stores are done."""
+    blocks_were_taken: bool = False
+    """A request was preempted: its blocks may be overwritten by this step."""
 
 
 @dataclass
 class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     """What a rank has done since its last report, back to the scheduler."""
 
-    saved_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Request to tokens, from its start, that are stored without a gap, and that were asked to be."""
+    saves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Save to tokens, from the request's start, that are stored without a gap, and to the ranks that say
+    so."""
     finished_loads: dict[str, int] = field(default_factory=dict)
     """Request to tokens that were promised and did not come: 0 where all is well."""
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    """What finished loads moved, and how long they took."""
 
     def aggregate(self, other: LMCacheWorkerMetadata) -> LMCacheWorkerMetadata:
         """Over ranks: the least that one has saved, and the most that one missed."""
-        saved = dict(self.saved_tokens)
-        for req_id, counts in other.saved_tokens.items():
-            saved[req_id] = min(saved.get(req_id, counts), counts)
+        saves = dict(self.saves)
+        for save_id, (tokens, ranks) in other.saves.items():
+            least, before = saves.get(save_id, (tokens, 0))
+            saves[save_id] = (min(least, tokens), before + ranks)
         finished = dict(self.finished_loads)
         for req_id, tokens in other.finished_loads.items():
             finished[req_id] = max(finished.get(req_id, 0), tokens)
-        return LMCacheWorkerMetadata(saved, finished)
+        return LMCacheWorkerMetadata(
+            saves, finished, self.load_bytes + other.load_bytes, self.load_seconds + other.load_seconds
+        )
 
     def __bool__(self) -> bool:
-        return bool(self.saved_tokens or self.finished_loads)
+        return bool(self.saves or self.finished_loads or self.load_bytes)
 
 
 @dataclass
@@ -115,6 +130,8 @@ class StepReport:
     """What a worker has to tell the scheduler; taken by vLLM piece by piece at the end of each step."""
 
     invalid_block_ids: set[int] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    """Requests whose asynchronous load has ended, well or not; each is reported exactly once."""
     worker: LMCacheWorkerMetadata = field(default_factory=LMCacheWorkerMetadata)
 
     def lose(self, req_id: str, tokens: int, block_ids: Iterable[int]) -> None:
@@ -124,6 +141,10 @@ class StepReport:
 
     def take_invalid_block_ids(self) -> set[int]:
         taken, self.invalid_block_ids = self.invalid_block_ids, set()
+        return taken
+
+    def take_finished_recving(self) -> set[str]:
+        taken, self.finished_recving = self.finished_recving, set()
         return taken
 
     def take_worker_metadata(self) -> LMCacheWorkerMetadata | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcache.config import LMCacheEngineConfig
+from kvcache.integration.vllm.copies import Copies
 from kvcache.integration.vllm.identity import request_adapter, request_inserts, request_is_nameable
 from kvcache.integration.vllm.metadata import (
     LMCacheConnectorMetadata,
@@ -41,7 +42,7 @@ class RequestTracker:
     chain: PrefixChain | None
     """None where the prompt cannot be named by token ids: nothing is looked up or stored."""
     hit_tokens: int | None = None
-    """Answer of the lookup; None before it, and again after preemption."""
+    """Answer of the lookup; None before it, and again after preemption; 0 once nothing is leased any more."""
     load_spec: LoadSpec | None = None
     block_ids: list[int] = field(default_factory=list)
     computed_tokens: int = 0
@@ -50,15 +51,31 @@ class RequestTracker:
     """Found by the lookup, or asked of the workers to be stored."""
     saved_tokens: int = 0
     """Acknowledged by all workers as stored."""
+    open_saves: set[int] = field(default_factory=set)
+    """Saves that read the request's blocks and are not acknowledged by all workers."""
     hole: bool = False
-    """A store was not acknowledged in full: nothing behind the gap is stored until the request starts over.
-    """
+    """A store was not acknowledged in full: nothing behind the gap is stored until the request starts
+    over."""
+    own_tokens: int | None = None
+    """Tokens that vLLM had itself when a load was promised for the first time; None if none was."""
+    missing_tokens: int = 0
+    """Of that load, what did not come."""
     counted_hit: int | None = None
     """Tokens counted as given back; None before the request was first scheduled."""
 
     @property
     def req_id(self) -> str:
         return str(self.request.request_id)
+
+
+@dataclass
+class _Save:
+    """A save that not all workers have acknowledged."""
+
+    req_id: str
+    asked_tokens: int
+    ranks_left: int
+    saved_tokens: int
 
 
 @dataclass
@@ -76,83 +93,129 @@ class SchedulerSide:
     """All of the connector that lives in vLLM's scheduler. One thread.
 
     Args:
-        config: the configuration.
-        kv_role: `kv_both`, `kv_producer` (stores all, from the prompt's start) or `kv_consumer` (never
-        stores). block_size: tokens of a block. lookup_client: asks the ranks.
+        config: the configuration. kv_role: `kv_both`, `kv_producer` (stores all, from the prompt's start) or
+        `kv_consumer` (never stores). block_size: tokens of a block. lookup_client: asks the ranks. ranks:
+        workers, of tensor x pipeline parallelism. copies: how the workers' copies run.
     """
 
     def __init__(
-        self, config: LMCacheEngineConfig, kv_role: str, block_size: int, lookup_client: LookupClient
+        self,
+        config: LMCacheEngineConfig,
+        kv_role: str,
+        block_size: int,
+        lookup_client: LookupClient,
+        ranks: int,
+        copies: Copies,
     ) -> None:
         self._config = config
         self._role = kv_role
         self._block_size = block_size
         self._lookup_client = lookup_client
+        self._ranks = ranks
+        self._copies = copies
         self._secret = chain_secret(config.hash_seed)
         self._trackers: dict[str, RequestTracker] = {}
         self._unused_lookups: list[str] = []
-        self._promised: dict[str, int] = {}
-        """Requests whose load vLLM relies on in the step that is being planned, and the tokens that it has
-        itself."""
+        self._held: list[str] = []
+        self._promised: dict[str, tuple[int, list[int]]] = {}
+        """Requests whose load vLLM relies on from the step on that is being planned, with the tokens that it
+        has itself and, if the load is asynchronous, the blocks."""
+        self._async_loads: list[str] = []
         self._doubtful: dict[str, frozenset[int]] = {}
         """Requests to the blocks of their loads whose outcome no worker has reported yet."""
+        self._saves: dict[int, _Save] = {}
+        self._next_save = 0
+        self._scheduled_before = 0
+        """Requests in the last step."""
         self.counters = TokenCounters()
 
     # Admission
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens beyond vLLM's own `num_computed_tokens` that the cache gives back. Asking again is free.
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens beyond vLLM's own `num_computed_tokens` that the cache gives back, and whether the request
+        waits for them outside of the batch. Asking again is free.
 
-        A hit of the whole sequence leaves its last token to compute, since the model must run to sample the
-        next.
+        A hit of the whole sequence leaves its last token to compute: the model must run to sample the next.
         """
         tracker = self._tracker(request)
         if tracker.chain is None or getattr(request, "skip_reading_prefix_cache", False):
-            return 0
+            return 0, False
         if tracker.hit_tokens is None:
             tracker.hit_tokens = self._lookup(tracker, tracker.chain)
         hit = min(tracker.hit_tokens, int(request.num_tokens) - 1)
         new = hit - num_computed_tokens
         if new < max(1, self._config.min_retrieve_tokens):
             tracker.load_spec = None
-            return 0
-        tracker.load_spec = LoadSpec(num_computed_tokens, hit, can_load=False)
-        return new
+            return 0, False
+        waits = self._copies.worth_waiting_outside(self._config.async_loading, new, self._scheduled_before)
+        tracker.load_spec = LoadSpec(num_computed_tokens, hit, can_load=False, load_async=waits)
+        return new, waits
 
-    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks and will count `num_external_tokens` as computed: exactly those are
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """vLLM has allocated blocks and will count `num_external_tokens` as computed: just those are
         loaded."""
-        spec = self._trackers[request.request_id].load_spec if request.request_id in self._trackers else None
+        tracker = self._trackers.get(request.request_id)
+        spec = None if tracker is None else tracker.load_spec
         if num_external_tokens > 0:
-            self._promised[request.request_id] = 0 if spec is None else spec.vllm_cached_tokens
-        tracker = self._tracker(request)
+            waits = spec is not None and spec.load_async
+            own = 0 if spec is None else spec.vllm_cached_tokens
+            self._promised[request.request_id] = (own, list(block_ids) if waits else [])
+        if tracker is None:
+            return
         if num_external_tokens <= 0:
             tracker.load_spec = None
             self._drop_lookup(tracker)
         elif spec is not None:
-            # Whatever vLLM made of our answer is what it relies on; what of it is not there, the worker
-            # reports.
+            # Whatever vLLM made of our answer is what it relies on. What of it is not there, workers report.
             spec.lmcache_cached_tokens = spec.vllm_cached_tokens + num_external_tokens
             spec.can_load = True
+            if tracker.own_tokens is None:
+                tracker.own_tokens = spec.vllm_cached_tokens
+            if spec.load_async:
+                tracker.block_ids = list(block_ids)
+                self._async_loads.append(tracker.req_id)
 
-    def request_finished(self, req_id: str) -> None:
-        """The request has ended in whatever way; its lookup's lease ends if no load was ever sent."""
+    def request_finished(self, req_id: str) -> bool:
+        """The request has ended in whatever way. True if its blocks must stay until its stores are done.
+
+        Its lookup's lease ends here if no load was ever sent.
+        """
         tracker = self._trackers.pop(req_id, None)
-        if tracker is not None and tracker.hit_tokens:
+        if tracker is None:
+            return False
+        if tracker.hit_tokens:
             self._lookup_client.cancel(req_id)
         else:
             self._lookup_client.clear(req_id)
+        if not tracker.open_saves or not self._copies.run_behind:
+            return False
+        self._held.append(req_id)
+        return True
+
+    def has_pending_work(self) -> bool:
+        """Workers have stores to acknowledge: vLLM must go on stepping to hear of it."""
+        return self._copies.run_behind and bool(self._saves or self._held)
 
     # Steps
 
     def build_connector_meta(self, output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the workers load and store in this step."""
+        preempted = getattr(output, "preempted_req_ids", None) or ()
         metadata = LMCacheConnectorMetadata(
-            self._lookup_client.session, lookup_requests_in_step=self._unused_lookups
+            self._lookup_client.session,
+            lookup_requests_in_step=self._unused_lookups,
+            held_requests=self._held,
+            blocks_were_taken=bool(preempted),
         )
-        self._unused_lookups = []
-        for req_id in getattr(output, "preempted_req_ids", None) or ():
+        self._unused_lookups, self._held = [], []
+        self._scheduled_before = len(output.num_scheduled_tokens)
+        for req_id in preempted:
             self._preempted(req_id)
+        for req_id in self._async_loads:
+            self._add_async_load(metadata, req_id)
+        self._async_loads = []
         for new in output.scheduled_new_reqs:
             tracker = self._trackers.get(new.req_id)
             if tracker is not None:
@@ -179,7 +242,11 @@ class SchedulerSide:
 
     def lose_promises(self, output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """Stands in for a step that could not be planned."""
-        metadata = LMCacheConnectorMetadata(self._lookup_client.session)
+        metadata = LMCacheConnectorMetadata(
+            self._lookup_client.session, held_requests=self._held, blocks_were_taken=True
+        )
+        self._held = []
+        self._async_loads = []
         self._lose_promises(metadata, output, without=())
         return metadata
 
@@ -191,33 +258,40 @@ class SchedulerSide:
         if promised.keys() <= set(without):
             return
         cached = output.scheduled_cached_reqs
-        blocks = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+        blocks = {new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs}
         blocks |= {
-            req_id: ids for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids
+            req_id: ids[0] for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids
         }
-        for req_id, own_tokens in promised.items():
-            if req_id not in without and req_id in blocks:
-                lost = blocks[req_id][0][own_tokens // self._block_size :]
-                metadata.lost_block_ids[req_id] = lost
+        for req_id, (own_tokens, waiting_blocks) in promised.items():
+            if req_id in without:
+                continue
+            lost = (waiting_blocks or blocks.get(req_id, []))[own_tokens // self._block_size :]
+            metadata.lost_block_ids[req_id] = lost
+            if waiting_blocks:
+                metadata.lost_async.append(req_id)
+            else:
                 self._doubtful[req_id] = frozenset(lost)
 
     def update_connector_output(self, report: LMCacheWorkerMetadata) -> None:
         """What the workers acknowledged and what failed to load."""
-        for req_id, (saved, asked) in report.saved_tokens.items():
-            tracker = self._trackers.get(req_id)
-            if tracker is None:
-                continue
-            tracker.saved_tokens = saved
-            if saved < asked:
-                tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, saved), True
-        for req_id, failed in report.finished_loads.items():
+        self._copies.observe(report.load_bytes, report.load_seconds)
+        for save_id, (saved, ranks) in report.saves.items():
+            save = self._saves[save_id]
+            save.ranks_left -= ranks
+            save.saved_tokens = min(save.saved_tokens, saved)
+            if save.ranks_left <= 0:
+                self._acknowledged(save_id, self._saves.pop(save_id))
+        for req_id, missing in report.finished_loads.items():
             self._doubtful.pop(req_id, None)
             tracker = self._trackers.get(req_id)
-            if tracker is not None and tracker.counted_hit:
-                wrong = min(failed, tracker.counted_hit)
+            if tracker is None or missing <= tracker.missing_tokens:
+                continue
+            if tracker.counted_hit is not None:
+                wrong = min(missing - tracker.missing_tokens, tracker.counted_hit)
                 tracker.counted_hit -= wrong
                 self.counters.hit_cache_tokens -= wrong
                 self.counters.computed_tokens += wrong
+            tracker.missing_tokens = missing
 
     def stats(self, failures: Counter[str]) -> SchedulerStats:
         """A snapshot; safe to take from another thread, since it reads single counters."""
@@ -270,16 +344,34 @@ class SchedulerSide:
         tracker.hit_tokens = 0
 
     def _preempted(self, req_id: str) -> None:
+        """Its blocks are gone; the workers' stores from them are ordered before whatever is written there."""
         tracker = self._trackers.get(req_id)
         if tracker is not None:
             tracker.hit_tokens, tracker.block_ids = None, []
+            tracker.open_saves.clear()
+
+    def _acknowledged(self, save_id: int, save: _Save) -> None:
+        tracker = self._trackers.get(save.req_id)
+        if tracker is None:
+            return
+        tracker.open_saves.discard(save_id)
+        tracker.saved_tokens = save.saved_tokens
+        if save.saved_tokens < save.asked_tokens:
+            tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, save.saved_tokens), True
+
+    def _add_async_load(self, metadata: LMCacheConnectorMetadata, req_id: str) -> None:
+        tracker = self._trackers.get(req_id)
+        if tracker is None or tracker.chain is None or tracker.load_spec is None:
+            return
+        load, tracker.load_spec = tracker.load_spec, None
+        metadata.requests.append(self._load_window(tracker, tracker.chain, load))
 
     def _add_step(
         self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker, computed: int, scheduled: int
     ) -> None:
         load = tracker.load_spec if tracker.load_spec is not None and tracker.load_spec.can_load else None
         tracker.load_spec = None
-        self._count(tracker, computed, load)
+        self._count(tracker, computed)
         if computed < tracker.computed_tokens:
             # Started over, or rolled back after a failed load: what lies behind may be stored or not.
             tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, self._floor(computed)), False
@@ -288,14 +380,9 @@ class SchedulerSide:
         if chain is None:
             return
         if load is not None:
-            start, end = (
-                self._floor(load.vllm_cached_tokens),
-                self._chunk_end(chain, load.lmcache_cached_tokens),
-            )
-            request = self._window(tracker, chain, start, end, load, None)
+            request = self._load_window(tracker, chain, load)
             metadata.requests.append(request)
             self._doubtful[tracker.req_id] = frozenset(request.promised_blocks(self._block_size))
-            tracker.hit_tokens = 0  # the worker ends the lease with the load: there is nothing to cancel
         save = self._save_spec(tracker, chain, computed, scheduled)
         if save is not None:
             start, end = self._floor(save.skip_leading_tokens), tracker.asked_tokens
@@ -323,7 +410,15 @@ class SchedulerSide:
         _extend(chain, tracker.request, end)
         skip = 0 if self._role == "kv_producer" else self._floor(tracker.asked_tokens)
         tracker.asked_tokens = end
-        return SaveSpec(skip, can_save=True)
+        save_id, self._next_save = self._next_save, self._next_save + 1
+        self._saves[save_id] = _Save(tracker.req_id, end, self._ranks, end)
+        tracker.open_saves.add(save_id)
+        return SaveSpec(skip, can_save=True, save_id=save_id)
+
+    def _load_window(self, tracker: RequestTracker, chain: PrefixChain, load: LoadSpec) -> ReqMeta:
+        start, end = self._floor(load.vllm_cached_tokens), self._chunk_end(chain, load.lmcache_cached_tokens)
+        tracker.hit_tokens = 0  # the worker ends the lease with the load: there is nothing to cancel
+        return self._window(tracker, chain, start, end, load, None)
 
     def _window(
         self,
@@ -341,13 +436,13 @@ class SchedulerSide:
         blocks = tracker.block_ids[start // block : -(-end // block)]
         return ReqMeta(tracker.req_id, start, end, digests, blocks, load, save)
 
-    def _count(self, tracker: RequestTracker, computed: int, load: LoadSpec | None) -> None:
+    def _count(self, tracker: RequestTracker, computed: int) -> None:
+        """Counts the request's prompt when it is first scheduled, `computed` of its tokens being there."""
         if tracker.counted_hit is not None:
             return
-        prompt = tracker.request.num_prompt_tokens
-        given = 0 if load is None else load.lmcache_cached_tokens - load.vllm_cached_tokens
-        tracker.counted_hit = min(given, prompt)
-        on_gpu = min(computed - given, prompt - tracker.counted_hit)
+        prompt = int(tracker.request.num_prompt_tokens)
+        on_gpu = min(computed if tracker.own_tokens is None else tracker.own_tokens, computed, prompt)
+        tracker.counted_hit = min(computed, prompt) - on_gpu
         self.counters.requests += 1
         self.counters.prompt_tokens += prompt
         self.counters.hit_cache_tokens += tracker.counted_hit

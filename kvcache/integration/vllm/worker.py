@@ -50,9 +50,22 @@ class WorkerSide:
         self._rank = rank
         self._caught = caught
         self._report = report
+        self._stores_of: Counter[str] = Counter()
+        """Stores that still read a request's blocks."""
+        self._held: set[str] = set()
+
+    def begin_step(self, metadata: LMCacheConnectorMetadata) -> None:
+        """Takes note of finished requests whose blocks vLLM keeps for their stores."""
+        self._held.update(metadata.held_requests)
+
+    def handle_preemptions(self) -> None:
+        """Blocks were taken from requests: what the model writes from now on waits for the stores that
+        read."""
+        self.engine.order_after_stores()
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
-        """Loads what this step's requests were promised; on a GPU ordered before the model's next kernels."""
+        """Loads what requests were promised; on a GPU ordered before the model's next kernels, unless the
+        request waits outside of the batch."""
         session = metadata.lookup_session
         self.engine.lookup_unpin(
             [lease_owner(session, req_id) for req_id in metadata.lookup_requests_in_step]
@@ -62,11 +75,21 @@ class WorkerSide:
                 self._load(request, request.load_spec, lease_owner(session, request.req_id))
 
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
-        """Stores what this step has computed; the model's next kernels wait until their pages were read."""
+        """Starts to store what this step has computed. The pages stay as they are until that is done: no
+        token is written twice, and blocks are not given away before (`get_finished`,
+        `handle_preemptions`)."""
         for request in metadata.requests:
             if request.save_spec is not None and request.save_spec.can_save:
                 self._store(request, request.save_spec)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks are not read any more, and requests whose asynchronous loads have ended."""
         self.engine.poll()
+        done = {req_id for req_id in self._held if not self._stores_of[req_id]}
+        self._held -= done
+        for req_id in done:
+            del self._stores_of[req_id]
+        return done, self._report.take_finished_recving()
 
     def stats(self, namespace: bytes, transfer_path: str, failures: Counter[str]) -> RankStats:
         """A snapshot; safe to take from another thread."""
@@ -95,17 +118,31 @@ class WorkerSide:
         wanted = torch.ones(len(slots), dtype=torch.bool)
         wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
         loaded = first
+        ended = partial(self._loaded, request.req_id, spec.load_async)
         try:
             there = self.engine.retrieve(
-                mask=wanted, slot_mapping=slots, digests=request.digests, lookup_id=owner
+                mask=wanted,
+                slot_mapping=slots,
+                digests=request.digests,
+                lookup_id=owner,
+                ordered=not spec.load_async,
+                on_loaded=ended,
             )
             missing = (~there[first:last]).nonzero()
             loaded = last if not len(missing) else first + int(missing[0])
         except Exception as error:
             self._caught("retrieve", error)
-        self._report.worker.finished_loads[request.req_id] = 0
+            ended(0, 0.0)
         if loaded < last:
             self.record_failed_blocks(request, last - loaded, loaded)
+        else:
+            self._report.worker.finished_loads[request.req_id] = 0
+
+    def _loaded(self, req_id: str, was_async: bool, num_bytes: int, seconds: float) -> None:
+        self._report.worker.load_bytes += num_bytes
+        self._report.worker.load_seconds += seconds
+        if was_async:
+            self._report.finished_recving.add(req_id)
 
     def record_failed_blocks(self, request: ReqMeta, tokens: int, first_missing: int) -> None:
         """Reports the blocks of the promised tokens from window position `first_missing` on."""
@@ -118,12 +155,16 @@ class WorkerSide:
         mask = torch.ones(len(slots), dtype=torch.bool)
         skipped = max(0, spec.skip_leading_tokens - request.first_token)
         mask[:skipped] = False
-        acknowledge = partial(self._stored, request.req_id, request.first_token, request.num_tokens)
+        acknowledge = partial(self._stored, request.req_id, spec.save_id, request.first_token)
+        self._stores_of[request.req_id] += 1
         try:
             self.engine.store(mask=mask, slot_mapping=slots, digests=request.digests, on_stored=acknowledge)
         except Exception as error:
             self._caught("store", error)
             acknowledge(skipped)
 
-    def _stored(self, req_id: str, first_token: int, asked: int, window_tokens: int) -> None:
-        self._report.worker.saved_tokens[req_id] = (first_token + window_tokens, asked)
+    def _stored(self, req_id: str, save_id: int, first_token: int, window_tokens: int) -> None:
+        self._report.worker.saves[save_id] = (first_token + window_tokens, 1)
+        self._stores_of[req_id] -= 1
+        if not self._stores_of[req_id]:
+            del self._stores_of[req_id]
