@@ -47,12 +47,14 @@ class Process:
         self.flushed: list[list[str]] = []
         self.go = threading.Event()
         self.go.set()
+        self.flush_reached = threading.Event()
 
     def stats(self) -> RankStats | SchedulerStats:
         self.go.wait(30)
         return self.reported
 
     def flush(self, tiers: Sequence[str]) -> list[FlushResult]:
+        self.flush_reached.set()
         self.go.wait(30)
         self.flushed.append(list(tiers))
         return (

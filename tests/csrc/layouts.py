@@ -14,7 +14,8 @@ KV_LAYOUTS = (
     "B2NHD",
     "2BHND",
     "B2HND",
-    # Logical [B, H, N, 2D] in the memory orders of vLLM's KVCacheLayout, and the same with tokens before heads.
+    # Logical [B, H, N, 2D] in the memory orders of vLLM's KVCacheLayout, and the same with tokens before
+    # heads.
     "LBHNC",
     "LBNHC",
     "LHBNC",
@@ -105,8 +106,8 @@ def make_kv(
 def _as_tokens(layer: torch.Tensor, axes: str, planes: int, content: int) -> torch.Tensor:
     """uint8 [B, N, planes, H, head bytes] of a layer whose axes are named."""
     if axes.endswith("C"):
-        shape = layer.shape[:-1] + (planes, content)
-        strides = layer.stride()[:-1] + (content, 1)
+        shape = (*layer.shape[:-1], planes, content)
+        strides = (*layer.stride()[:-1], content, 1)
         layer = torch.as_strided(layer, shape, strides, layer.storage_offset())
         axes = axes[:-1] + "2D"
     if "H" not in axes and "1" not in axes:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chained hash against an implementation in plain Python, which itself is held against the xxhash package."""
+"""The chained hash against an implementation in plain Python, which itself is held against the xxhash
+package.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def random_tokens(count: int) -> np.ndarray:
     return np.frombuffer(os.urandom(4 * count), dtype=np.int32)
 
 
-@pytest.mark.parametrize("length", [17, 31, 32, 33, 128, 129, 160, 240, 241, 1023, 1024, 1025, 1040, 4096, 5000])
+@pytest.mark.parametrize(
+    "length", [17, 31, 32, 33, 128, 129, 160, 240, 241, 1023, 1024, 1025, 1040, 4096, 5000]
+)
 def test_the_reference_is_xxh3(length: int) -> None:
     data = os.urandom(length)
     assert xxh3_128(data) == xxhash.xxh3_128_digest(data)

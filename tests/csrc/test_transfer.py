@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -107,9 +109,7 @@ def test_layer_ranges_of_resident_chunks(layout: str) -> None:
 def test_kernel_blocks_are_parts_of_the_managers_blocks() -> None:
     """A tensor of 16-token blocks serves slots that count blocks of 64."""
     kv = make_kv("LBHNC", layers=1, blocks=24, block_size=16, heads=2, head_size=8, dtype=torch.float16)
-    spec = type(kv.spec)(
-        block_size=64, num_kv_heads=2, head_size=8, dtype=torch.float16, num_blocks=6
-    )
+    spec = type(kv.spec)(block_size=64, num_kv_heads=2, head_size=8, dtype=torch.float16, num_blocks=6)
     pages = describe_layers(kv.tensors, spec)
     assert (pages.layout.block_size, pages.layout.num_blocks) == (16, 24)
     slots = torch.tensor([64 * 5 + 63, 64 * 2 + 17, 0])
@@ -153,10 +153,15 @@ def test_large_batches_take_the_streaming_copy_unharmed() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "text"),
-    [([0, 144, 3], r"slot_mapping\[1\] is 144; slots from 0 to 143"), ([5, 6, -2], r"slot_mapping\[2\] is -2")],
+    [
+        ([0, 144, 3], r"slot_mapping\[1\] is 144; slots from 0 to 143"),
+        ([5, 6, -2], r"slot_mapping\[2\] is -2"),
+    ],
 )
 @pytest.mark.parametrize("store", [True, False])
-def test_slots_out_of_range_are_named_and_nothing_is_written(slots: list[int], text: str, store: bool) -> None:
+def test_slots_out_of_range_are_named_and_nothing_is_written(
+    slots: list[int], text: str, store: bool
+) -> None:
     kv = _kv("2BNHD", torch.float32, SHAPES[0])
     pages = describe_layers(kv.tensors, kv.spec)
     packed = torch.full((3, 3, pages.layout.token_bytes), 7, dtype=torch.uint8)
@@ -172,7 +177,7 @@ def test_bad_batches_are_refused() -> None:
     pages = describe_layers(kv.tensors, kv.spec)
     one, two = np.array([0]), np.array([0, 1])
     address, slots = np.array([64], dtype=np.uint64), np.arange(10)
-    cases = [
+    cases: list[tuple[tuple[Any, Any, Any, Any], str]] = [
         ((address, one, np.array([11]), slots), r"chunk 0 spans tokens 0 to 11; the slot mapping has 10"),
         ((address, np.array([4]), np.array([3]), slots), "chunk 0 spans tokens 4 to 3"),
         ((address * 0, one, np.array([1]), slots), "chunk 0 has the address 0"),

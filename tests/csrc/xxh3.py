@@ -90,7 +90,9 @@ def _accumulate(acc: list[int], data: bytes, at: int, secret: bytes, key: int) -
 def _merge(acc: list[int], secret: bytes, key: int, start: int) -> int:
     total = start
     for i in range(4):
-        total += _fold(acc[2 * i] ^ _u64(secret, key + 16 * i), acc[2 * i + 1] ^ _u64(secret, key + 16 * i + 8))
+        total += _fold(
+            acc[2 * i] ^ _u64(secret, key + 16 * i), acc[2 * i + 1] ^ _u64(secret, key + 16 * i + 8)
+        )
     return _avalanche(total & M64)
 
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from kvcache.gpu_connector.layout import (
+    LayerSpec,
+    UnknownLayout,
+    describe_layer,
+    describe_layers,
+    verify_layout,
+)
+from tests.csrc.layouts import DTYPES, LAYOUTS, make_kv
+
+sized = partial(make_kv, layers=3, blocks=6, block_size=4, heads=5, head_size=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_read_off_and_verified(layout: str, dtype: torch.dtype) -> None:
+    kv = sized(layout, dtype=dtype)
+    pages = describe_layers(kv.tensors, kv.spec)
+    got = pages.layout
+    assert (got.block_size, got.num_blocks, got.planes) == (4, 6, 1 if layout.startswith("MLA") else 2)
+    assert got.heads * got.head_bytes == kv.spec.hidden * dtype.itemsize
+    before = kv.snapshot()
+    for tensor, view in zip(kv.tensors, kv.views, strict=True):
+        at = got.block_stride * 5 + got.token_stride * 3 + got.head_stride * (got.heads - 1)
+        at += got.kv_stride * (got.planes - 1)
+        assert tensor.data_ptr() + at == view[5, 3, -1, -1].data_ptr()
+        verify_layout(tensor, kv.spec)
+    assert all(map(torch.equal, kv.snapshot(), before)), "verification left other bytes"
+
+
+def test_fp8_may_come_as_bytes() -> None:
+    kv = sized("2BNHD", dtype=torch.float8_e4m3fn)
+    as_bytes = [tensor.view(torch.uint8) for tensor in kv.tensors]
+    assert describe_layers(as_bytes, kv.spec).layout == describe_layers(kv.tensors, kv.spec).layout
+    declared = replace(kv.spec, dtype=torch.uint8)
+    assert describe_layers(kv.tensors, declared).layout == describe_layers(kv.tensors, kv.spec).layout
+
+
+def test_ambiguous_axes_are_refused_until_declared() -> None:
+    """As many heads as tokens in a block: the shape cannot tell NHD from HND."""
+    kv = make_kv("2BNHD", layers=1, blocks=6, block_size=4, heads=4, head_size=8, dtype=torch.float16)
+    with pytest.raises(UnknownLayout, match="fits 2BNHD and 2BHND"):
+        describe_layer(kv.tensors[0], kv.spec)
+    declared = replace(kv.spec, axes="2BNHD")
+    layout = describe_layer(kv.tensors[0], declared)
+    assert (layout.head_stride, layout.token_stride) == (16, 64)
+
+
+def test_two_blocks_could_be_key_and_value() -> None:
+    kv = make_kv("2BNHD", layers=1, blocks=2, block_size=4, heads=5, head_size=8, dtype=torch.float16)
+    with pytest.raises(UnknownLayout, match="fits 2BNHD and B2NHD"):
+        describe_layer(kv.tensors[0], kv.spec)
+
+
+def test_one_head_reads_the_same_either_way() -> None:
+    """With one head NHD and HND are the same strides: nothing is ambiguous."""
+    kv = make_kv("2BNHD", layers=1, blocks=6, block_size=4, heads=1, head_size=8, dtype=torch.float16)
+    assert describe_layer(kv.tensors[0], kv.spec).token_stride == 16
+
+
+SPEC = LayerSpec(block_size=4, num_kv_heads=5, head_size=8, dtype=torch.float16, num_blocks=6)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "spec", "text"),
+    [
+        (torch.empty(6, 4, 5, 8, dtype=torch.float16), SPEC, "fits none of 2BNHD, B2NHD"),
+        (torch.empty(3, 6, 4, 5, 8, dtype=torch.float16), SPEC, "fits none"),
+        (torch.empty(2, 7, 4, 5, 8, dtype=torch.float16), SPEC, "fits none"),
+        (torch.empty(2, 6, 4, 5, 9, dtype=torch.float16), SPEC, "fits none"),
+        (torch.empty(2, 6, 4, 5, 8, dtype=torch.float32), SPEC, "4 bytes an element"),
+        (torch.empty(2, 6, 4, 5, 16, dtype=torch.float16)[..., ::2], SPEC, "fits none"),
+        (torch.empty(1, 6, 4, 5, 8, dtype=torch.float16).expand(2, 6, 4, 5, 8), SPEC, "overlap"),
+        (torch.empty(2, 6, 4, 5, 12, dtype=torch.float16)[..., :8], SPEC, "gaps"),
+        (torch.empty(6, 4, 40, dtype=torch.float16), replace(SPEC, use_mla=True), "fits none of BNC"),
+        (torch.empty(2, 6, 4, 5, 8, dtype=torch.float16), replace(SPEC, axes="NHD2B"), "are declared"),
+        (torch.empty(2, 6, 4, 5, 8, dtype=torch.float16), replace(SPEC, axes="B2NHD"), "fits none of B2NHD"),
+    ],
+)  # fmt: skip
+def test_unknown_tensors_are_refused(tensor: torch.Tensor, spec: LayerSpec, text: str) -> None:
+    with pytest.raises(UnknownLayout, match=text):
+        describe_layer(tensor, spec)
+
+
+def test_padded_pages_are_refused() -> None:
+    """A block stride of twice the page with nobody's layer between: padding."""
+    storage = torch.empty(2, 6, 2, 5 * 4 * 16, dtype=torch.float16)
+    layers = [storage[layer, :, 0].view(6, 5, 4, 16) for layer in range(2)]
+    with pytest.raises(UnknownLayout, match="padded or shared"):
+        describe_layers(layers, SPEC)
+
+
+def test_layers_between_blocks_are_accepted_only_if_all_are_there() -> None:
+    kv = sized("BLHNC", dtype=torch.float16)
+    spec = kv.spec
+    assert describe_layers(kv.tensors, spec).num_layers == 3
+    with pytest.raises(UnknownLayout, match="padded or shared"):
+        describe_layers(kv.tensors[:2], spec)
+
+
+def test_layers_that_share_memory_are_refused() -> None:
+    kv = sized("2BNHD", dtype=torch.float16)
+    with pytest.raises(UnknownLayout, match="share memory"):
+        describe_layers([kv.tensors[0], kv.tensors[1], kv.tensors[0]], kv.spec)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    kv, other = sized("2BNHD", dtype=torch.float16), sized("B2NHD", dtype=torch.float16)
+    with pytest.raises(UnknownLayout, match="layer 1 lies as"):
+        describe_layers([kv.tensors[0], other.tensors[0]], kv.spec)
+    with pytest.raises(UnknownLayout, match="no KV tensors"):
+        describe_layers([], kv.spec)
+
+
+def test_verification_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With strides of another layout the read-back differs, and the pages are put back."""
+    from kvcache.gpu_connector import layout as module
+
+    kv = sized("2BNHD", dtype=torch.float16)
+    axes, right = module._match(kv.tensors[0], kv.spec)
+    wrong = module.PagedLayout(
+        kv_stride=right.kv_stride, block_stride=right.block_stride, token_stride=right.head_bytes,
+        head_stride=right.head_bytes * right.block_size, heads=right.heads, head_bytes=right.head_bytes,
+        block_size=right.block_size, num_blocks=right.num_blocks, planes=2,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "_match", lambda tensor, spec: (axes, wrong))
+    before = kv.snapshot()
+    with pytest.raises(UnknownLayout, match="gave other bytes"):
+        verify_layout(kv.tensors[0], kv.spec)
+    assert all(map(torch.equal, kv.snapshot(), before))

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvcache import _native
+from kvcache.memory.region import HostRegion
+
+NO_GPU = pytest.mark.skipif(_native.cuda_available(), reason="there is a GPU here")
+
+
+def wait_until_populated(region: HostRegion) -> None:
+    deadline = time.monotonic() + 60
+    while region.native.populated_bytes < region.capacity_bytes:
+        assert time.monotonic() < deadline, "the background work did not end"
+        time.sleep(0.01)
+
+
+def test_pages_are_populated_in_the_background_and_keep_their_content() -> None:
+    region = HostRegion(32 << 20, pin="Disabled")
+    tensor = region.as_tensor()
+    tensor[:: 1 << 20] = 7
+    region.prepare(1 << 20)
+    tensor[1 :: 1 << 20] = 9
+    wait_until_populated(region)
+    assert tensor[:: 1 << 20].tolist() == [7] * 32
+    assert tensor[1 :: 1 << 20].tolist() == [9] * 32
+    assert (region.state, region.reason, region.ready_bytes) == ("Pageable", "", 32 << 20)
+    del tensor
+    region.close()
+    region.close()
+    assert region.address == 0
+
+
+@NO_GPU
+@pytest.mark.parametrize("pin", ["Preferred", "Required"])
+def test_without_a_gpu_nothing_is_locked_and_the_reason_is_said(pin: str) -> None:
+    region = HostRegion(1 << 20, pin=pin)  # type: ignore[arg-type]
+    region.prepare(4096)
+    assert region.state == "Pageable"
+    assert region.reason
+    assert not _native.is_pinned(region.address, 1)
+    region.close()
+
+
+def test_a_region_that_cannot_be_mapped() -> None:
+    with pytest.raises(
+        RuntimeError, match="bytes could not be mapped: Cannot allocate memory; lower the capacity"
+    ):
+        HostRegion(1 << 50)
+    with pytest.raises(ValueError, match="the capacity is 0"):
+        HostRegion(0)
+
+
+def test_prepare_is_called_once() -> None:
+    region = HostRegion(1 << 20, pin="Disabled")
+    with pytest.raises(ValueError, match="the granule is 0 bytes"):
+        region.prepare(0)
+    region.prepare(4096)
+    with pytest.raises(ValueError, match="called once"):
+        region.prepare(4096)
+    region.close()
+    with pytest.raises(BufferError):
+        memoryview(region.native)
