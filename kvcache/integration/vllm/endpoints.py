@@ -65,8 +65,8 @@ class GpuCacheEndpoint:
         self._engine_client = engine_client
 
     async def _reset(self, request: Request) -> JSONResponse:
-        authorization = request.headers.get("authorization")
-        refusal = self._token_file.refuse(None if authorization is None else authorization.encode("latin-1"))
+        given = request.headers.getlist("authorization")
+        refusal = self._token_file.refuse(given[0].encode("latin-1") if len(given) == 1 else None)
         if refusal is not None:
             return _problem(refusal.status, refusal.code, refusal.detail, refusal.headers)
         if self._engine_client is None:
