@@ -158,6 +158,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise UnsupportedError(
             "the model's attention is not causal: the KV of a prefix depends on what follows it"
         )
+    if kind == "FullAttentionSpec" and getattr(spec, "head_size_v", None) not in (None, spec.head_size):
+        raise UnsupportedError(
+            f"values have heads of {spec.head_size_v}, keys of {spec.head_size}; equal ones are supported"
+        )
     if getattr(spec, "tokens_per_state", 1) != 1:
         raise UnsupportedError(f"one stored state covers {spec.tokens_per_state} tokens; one is supported")
     if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") not in ("NONE", "FP8_PER_TENSOR"):
