@@ -52,7 +52,14 @@ class HostRegion:
 
     def __init__(self, capacity: int, huge_pages: bool = True) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
-    def prepare(self, pin: bool, granule: int, required: bool = False, numa_node: int = -1) -> None:
+    def prepare(
+        self,
+        pin: bool,
+        granule: int,
+        required: bool = False,
+        numa_node: int = -1,
+        populate: bool = True,
+    ) -> None:
         """Starts the background work. No multiple of `granule` bytes straddles two page-locked pieces."""
 
     def close(self) -> None: ...
@@ -74,6 +81,9 @@ class HostRegion:
 
 def is_pinned(address: int, num_bytes: int) -> bool:
     """Whether the range lies in the page-locked part of an open region."""
+
+def device_reaches(addresses: npt.NDArray[np.uint64]) -> bool:
+    """Whether all of the addresses lie in device memory or page-locked host memory."""
 
 def numa_node(device: int) -> int:
     """NUMA node of a CUDA device; -1 when unknown."""
@@ -211,3 +221,104 @@ def single_layer_kv_transfer(
     blocks: int = 0,
 ) -> None:
     """`batched_kv_transfer` for one chunk that holds the whole mapping, one layer."""
+
+def batched_dma_transfer(
+    pages: Pages,
+    addresses: npt.NDArray[np.uint64],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    slot_mapping: npt.NDArray[np.int64],
+    store: bool,
+    *,
+    token_major: bool = True,
+    layer_begin: int = 0,
+    layer_end: int | None = None,
+    stream: int,
+) -> None:
+    """`batched_kv_transfer` by the copy engine, without a kernel; `stream` must not be the default stream.
+
+    Raises:
+        ValueError: as there, or only rows of single tokens are contiguous on both sides.
+    """
+
+@final
+class StagingRing:
+    """Slots in device memory through which one direction's copies go. Thread-safe.
+
+    Device -1: in host memory, and copies are done on return.
+
+    Raises:
+        ValueError: a size or number of slots below 1.
+        RuntimeError: CUDA's reason, such as no memory.
+    """
+
+    def __init__(self, device: int, slot_bytes: int, num_slots: int) -> None: ...
+    def transfer(
+        self,
+        pages: Pages,
+        addresses: npt.NDArray[np.uint64],
+        starts: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        slot_mapping: npt.NDArray[np.int64],
+        store: bool,
+        *,
+        layer_begin: int = 0,
+        layer_end: int | None = None,
+        stream: int = 0,
+        blocks: int = 0,
+    ) -> None:
+        """`batched_kv_transfer` of token-major chunks through the ring.
+
+        The kernels run on `stream`, the DMAs on the ring's own stream: those of a load do not wait for what
+        is on `stream`; those of a store end after it, see `join`.
+        """
+
+    def join(self, stream: int) -> None:
+        """Makes `stream` wait for all DMAs so far."""
+
+# rotation and zeroing
+
+def rotate_keys(
+    *,
+    keys: int,
+    heads: int,
+    head_size: int,
+    token_stride: int,
+    head_stride: int,
+    dtype: str,
+    old_positions: npt.NDArray[np.int64],
+    new_positions: npt.NDArray[np.int64],
+    table: int,
+    positions: int,
+    rotary_size: int,
+    table_dtype: str,
+    neox: bool,
+    device: int = -1,
+    stream: int = 0,
+) -> None:
+    """Moves keys `[tokens, heads, head_size]` (strides in bytes) from their old to their new positions, in
+    place.
+
+    `table`: contiguous `[positions, rotary_size]`, cosines then sines. The first `rotary_size` elements of a
+    head are rotated, in pairs `(i, i + rotary_size/2)` (`neox`) or `(2i, 2i + 1)`. One rotation by the
+    difference in float32, one rounding to nearest even (float8: saturating); equal positions change nothing.
+
+    Raises:
+        ValueError: a dtype, size or position that is not accepted.
+    """
+
+def copy_spans(
+    targets: npt.NDArray[np.uint64],
+    sources: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.int64],
+    device: int = -1,
+    stream: int = 0,
+) -> None:
+    """Copies byte ranges: in host memory at once, else queued on `stream`, which must not be the default
+    stream.
+    """
+
+def zero_spans(
+    addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], device: int = -1, stream: int = 0
+) -> None:
+    """Fills byte ranges with zeros."""

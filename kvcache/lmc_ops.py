@@ -11,6 +11,8 @@ skipped. L layers, T tokens, B blocks, N tokens of a block, H heads, D elements 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -22,7 +24,11 @@ __all__ = [
     "Pages",
     "kv_transfer",
     "multi_layer_kv_transfer",
+    "multi_layer_kv_transfer_unilateral",
+    "rotary_embedding_k_fused",
     "single_layer_kv_transfer",
+    "single_layer_kv_transfer_sgl",
+    "zero_tokens",
 ]
 
 
@@ -54,9 +60,8 @@ def kv_transfer(
             f"tokens of {pages.layout.token_bytes} bytes take {expected}"
         )
     _check_reach(memory, pages.device)
-    stream = 0 if pages.device < 0 else torch.cuda.current_stream(pages.device).cuda_stream
     _native.multi_layer_kv_transfer(
-        pages, memory.data_ptr(), slots, store, token_major=token_major, stream=stream
+        pages, memory.data_ptr(), slots, store, token_major=token_major, stream=_stream(pages.device)
     )
 
 
@@ -130,6 +135,151 @@ def multi_layer_kv_transfer(
     kv_transfer(key_value, pages, slot_mapping, store, token_major=token_major or use_mla)
 
 
+def multi_layer_kv_transfer_unilateral(
+    key_value: torch.Tensor,
+    key_ptrs: torch.Tensor,
+    value_ptrs: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_device: torch.device,
+    page_buffer_size: int,
+    store: bool,
+    *,
+    token_major: bool = False,
+) -> None:
+    """All layers, keys and values in separate page buffers `[page_buffer_size, E]`.
+
+    Args:
+        key_value: the packed tensor: `[2, L, T, E]`, or with `token_major` `[L, T, 2, E]`.
+        key_ptrs: int64 [L], the address of each layer's keys.
+        value_ptrs: int64 [L], the address of each layer's values.
+
+    The other arguments and errors are those of `multi_layer_kv_transfer`.
+    """
+    keys, values = _addresses("key_ptrs", key_ptrs), _addresses("value_ptrs", value_ptrs)
+    row = key_value.shape[-1] * key_value.element_size() if key_value.dim() else 0
+    layout = _flat_layout(row, page_buffer_size, 2, kv_stride=page_buffer_size * row)
+    _check_packed(key_value, None, slot_mapping, layout, token_major, layers=len(keys))
+    pages = Pages.unilateral(keys, values, layout, _index(torch.device(paged_device)))
+    kv_transfer(key_value, pages, slot_mapping, store, token_major=token_major)
+
+
+def single_layer_kv_transfer_sgl(
+    dst: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    store: bool,
+    token_major: bool,
+) -> None:
+    """One layer of SGLang's pools, `[slots, H, D]` each, any strides with contiguous heads.
+
+    Args:
+        dst: the packed tensor: `[T, 2, E]` (`token_major`) or `[2, T, E]`.
+        key_pool: keys of the layer.
+        value_pool: its values, like the keys.
+
+    The other arguments and errors are those of `single_layer_kv_transfer`.
+    """
+    if key_pool.dim() != 3 or key_pool.stride(-1) != 1:
+        raise ValueError(f"key_pool is {_seen(key_pool)}; [slots, H, D] with contiguous heads is accepted")
+    if (value_pool.shape, value_pool.stride(), value_pool.dtype, value_pool.device) != (
+        key_pool.shape,
+        key_pool.stride(),
+        key_pool.dtype,
+        key_pool.device,
+    ):
+        raise ValueError(f"value_pool is {_seen(value_pool)}, key_pool {_seen(key_pool)}; they must be alike")
+    size = key_pool.element_size()
+    layout = PagedLayout(
+        kv_stride=key_pool.shape[0] * key_pool.stride(0) * size,  # not used: each pool has its own base
+        block_stride=key_pool.stride(0) * size,
+        token_stride=key_pool.stride(0) * size,
+        head_stride=key_pool.stride(1) * size,
+        heads=key_pool.shape[1],
+        head_bytes=key_pool.shape[2] * size,
+        block_size=1,
+        num_blocks=key_pool.shape[0],
+        planes=2,
+    )
+    _check_packed(dst, key_pool, slot_mapping, layout, token_major, layers=None)
+    keys, values = (np.array([pool.data_ptr()], dtype=np.uint64) for pool in (key_pool, value_pool))
+    pages = Pages.unilateral(keys, values, layout, _index(key_pool.device))
+    kv_transfer(dst, pages, slot_mapping, store, token_major=token_major)
+
+
+def rotary_embedding_k_fused(
+    old_positions: torch.Tensor,
+    new_positions: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> None:
+    """Moves rotated keys from their old to their new positions, in place: one rotation in float32, one
+    rounding.
+
+    Args:
+        old_positions: int64 [T], what the keys were rotated for.
+        new_positions: int64 [T].
+        key: `[T, H, head_size]` of float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; any strides with
+            contiguous heads.
+        head_size: elements of a head.
+        cos_sin_cache: contiguous `[positions, R]`, cosines then sines (whatever scaling is in them); the
+            first R elements of a head are rotated.
+        is_neox: pairs `(i, i + R/2)`, else `(2i, 2i + 1)`.
+
+    Raises:
+        ValueError: a shape, dtype, device or position that is not accepted; nothing was written.
+    """
+    if key.dim() != 3 or key.shape[2] != head_size or key.stride(-1) != 1:
+        raise ValueError(f"key is {_seen(key)}; [T, H, {head_size}] with contiguous heads is accepted")
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.device != key.device:
+        raise ValueError(
+            f"cos_sin_cache is {_seen(cos_sin_cache)} on {cos_sin_cache.device}; [positions, R] on "
+            f"{key.device} is "
+            "accepted"
+        )
+    _check_contiguous("cos_sin_cache", cos_sin_cache)
+    was, now = _slots(old_positions, "old_positions"), _slots(new_positions, "new_positions")
+    if len(was) != key.shape[0]:
+        raise ValueError(f"old_positions has {len(was)} entries for keys of {key.shape[0]} tokens")
+    device = _index(key.device)
+    _native.rotate_keys(
+        keys=key.data_ptr(),
+        heads=key.shape[1],
+        head_size=head_size,
+        token_stride=key.stride(0) * key.element_size(),
+        head_stride=key.stride(1) * key.element_size(),
+        dtype=_dtype_name(key),
+        old_positions=was,
+        new_positions=now,
+        table=cos_sin_cache.data_ptr(),
+        positions=cos_sin_cache.shape[0],
+        rotary_size=cos_sin_cache.shape[1],
+        table_dtype=_dtype_name(cos_sin_cache),
+        neox=is_neox,
+        device=device,
+        stream=_stream(device),
+    )
+
+
+def zero_tokens(packed: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
+    """Fills the tokens `[start, end)` of each gap with zeros in a contiguous `[T, ...]` tensor.
+
+    Raises:
+        ValueError: a tensor that is not contiguous, or a gap outside of it; nothing was written.
+    """
+    _check_contiguous("the packed tensor", packed)
+    for start, end in gaps:
+        if not 0 <= start <= end <= packed.shape[0]:
+            raise ValueError(f"a gap from {start} to {end} in {packed.shape[0]} tokens")
+    row = packed.stride(0) * packed.element_size()
+    addresses = np.array([packed.data_ptr() + start * row for start, _ in gaps], dtype=np.uint64)
+    sizes = np.array([(end - start) * row for start, end in gaps], dtype=np.int64)
+    device = _index(packed.device)
+    _native.zero_spans(addresses, sizes, device, _stream(device))
+
+
 def _layer_layout(layer: torch.Tensor, two_major: bool, use_mla: bool) -> PagedLayout:
     dims = 3 if use_mla else 5
     accepted = "[B, N, E]" if use_mla else "[2, B, N, H, D]" if two_major else "[B, 2, N, H, D]"
@@ -196,9 +346,9 @@ def _check_packed(
         )
 
 
-def _slots(slot_mapping: torch.Tensor) -> np.ndarray:
+def _slots(slot_mapping: torch.Tensor, name: str = "slot_mapping") -> np.ndarray:
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
-        raise ValueError(f"slot_mapping is {_seen(slot_mapping)}; int64 with one dimension is accepted")
+        raise ValueError(f"{name} is {_seen(slot_mapping)}; int64 with one dimension is accepted")
     slots: np.ndarray = slot_mapping.cpu().contiguous().numpy()
     return slots
 
@@ -240,6 +390,15 @@ def _index(device: torch.device) -> int:
     if device.type != "cuda":
         raise ValueError(f"pages on {device}; cpu and cuda are accepted")
     return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def _stream(device: int) -> int:
+    """The current stream of a device as an integer."""
+    return 0 if device < 0 else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _seen(tensor: torch.Tensor) -> str:

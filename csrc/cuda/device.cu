@@ -35,6 +35,15 @@ void unpin(void* address) {
     cudaGetLastError();
 }
 
+bool device_reaches(const void* address) {
+    cudaPointerAttributes attributes{};
+    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+    }
+    return attributes.type != cudaMemoryTypeUnregistered;
+}
+
 int numa_node(int device) {
     char id[32];
     if (cudaDeviceGetPCIBusId(id, sizeof id, device) != cudaSuccess) {

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda_check.h"
+#include "device.h"
 #include "launch.h"
 #include "transfer.h"
 

@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstring>
 
+#include "hash_chain.h"
+
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
@@ -12,8 +14,6 @@ namespace kvcache {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "tokens are hashed as they lie in memory");
-
-constexpr size_t kSecretBytes = 192;
 
 Digest canonical(XXH128_hash_t hash) {
     XXH128_canonical_t bytes;
@@ -23,9 +23,9 @@ Digest canonical(XXH128_hash_t hash) {
     return digest;
 }
 
-std::array<uint8_t, kSecretBytes> expand(const Digest& key) {
-    std::array<uint8_t, kSecretBytes> secret;
-    for (size_t n = 0; n < kSecretBytes / 16; ++n) {
+HashSecret expand(const Digest& key) {
+    HashSecret secret;
+    for (size_t n = 0; n < secret.size() / 16; ++n) {
         const Digest part = canonical(XXH3_128bits_withSeed(key.data(), key.size(), n));
         std::copy(part.begin(), part.end(), secret.begin() + static_cast<std::ptrdiff_t>(16 * n));
     }
@@ -36,19 +36,14 @@ std::array<uint8_t, kSecretBytes> expand(const Digest& key) {
 
 std::string chunk_hashes(const int32_t* tokens, size_t count, size_t chunk_size, const Digest& parent,
                          const Digest& key, bool tail) {
-    const std::array<uint8_t, kSecretBytes> secret = expand(key);
+#if defined(KVCACHE_HASH_AVX2)
+    static const HashChain chain = __builtin_cpu_supports("avx2") ? hash_chain_avx2 : hash_chain;
+#else
+    static const HashChain chain = hash_chain;
+#endif
     const size_t chunks = count / chunk_size + (tail && count % chunk_size != 0 ? 1 : 0);
-    auto keyed = [&](const void* data, size_t bytes) {
-        return canonical(XXH3_128bits_withSecret(data, bytes, secret.data(), secret.size()));
-    };
     std::string digests(16 * chunks, '\0');
-    std::array<Digest, 2> link{parent, {}};
-    for (size_t c = 0; c < chunks; ++c) {
-        link[1] =
-            keyed(tokens + c * chunk_size, std::min(chunk_size, count - c * chunk_size) * sizeof(int32_t));
-        link[0] = keyed(link.data(), sizeof link);
-        std::memcpy(digests.data() + 16 * c, link[0].data(), link[0].size());
-    }
+    chain(tokens, count, chunk_size, chunks, parent, expand(key), digests.data());
     return digests;
 }
 

@@ -3,6 +3,9 @@
 #include <stdexcept>
 
 #include "device.h"
+#include "ring.h"
+#include "rotary.h"
+#include "spans.h"
 #include "transfer.h"
 
 namespace kvcache {
@@ -21,8 +24,16 @@ int cuda_device_count(std::string* why) {
 
 std::string pin(void*, size_t) { return kReason; }
 void unpin(void*) {}
+bool device_reaches(const void*) { return false; }
 int numa_node(int) { return -1; }
 
 void cuda_transfer(const Pages&, const Batch&, uint64_t, int) { throw std::runtime_error(kReason); }
+void cuda_batched_dma(const Pages&, const Batch&, uint64_t) { throw std::runtime_error(kReason); }
+void cuda_rotate(const RotaryJob&, int, uint64_t) { throw std::runtime_error(kReason); }
+void cuda_copy(const std::vector<Span>&, const std::vector<Span>&, int, uint64_t) {
+    throw std::runtime_error(kReason);
+}
+void cuda_zero(const std::vector<Span>&, int, uint64_t) { throw std::runtime_error(kReason); }
+std::unique_ptr<StagingRing> make_cuda_ring(int, size_t, int) { throw std::runtime_error(kReason); }
 
 }  // namespace kvcache

@@ -69,8 +69,8 @@ HostRegion::HostRegion(size_t capacity, bool huge_pages) : capacity_(capacity) {
 
 HostRegion::~HostRegion() { close(); }
 
-void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node) {
-    if (base_ == nullptr || worker_.joinable())
+void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node, bool populate) {
+    if (base_ == nullptr || prepared_)
         throw std::invalid_argument("HostRegion: prepare() is called once, before close()");
     if (granule == 0 || granule > capacity_)
         throw std::invalid_argument("HostRegion: the granule is " + std::to_string(granule) + " bytes of " +
@@ -88,7 +88,8 @@ void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node)
     }
     required_ = required;
     state_ = lock ? PinState::Pinning : PinState::Pageable;
-    worker_ = std::thread([this, lock, granule] { run(lock, granule); });
+    prepared_ = true;
+    if (lock || populate) worker_ = std::thread([this, lock, granule] { run(lock, granule); });
 }
 
 void HostRegion::run(bool pin_pieces, size_t granule) {

@@ -2,69 +2,52 @@
 #include "transfer.h"
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 
+#include "slot_runs.h"
 #include "stream_copy.h"
 
 namespace kvcache {
 namespace {
 
-// Tokens whose slots follow each other in one block (or in adjacent blocks where those are contiguous).
-struct SlotRun {
-    int64_t token, count;
-    int64_t page_offset;
+// One of the loops over a run: how often, and how far apart on both sides.
+struct Loop {
+    int64_t count, paged, packed;
 };
-
-std::vector<SlotRun> slot_runs(const PagedLayout& page, const int64_t* slots, int64_t start, int64_t end,
-                               bool across_blocks) {
-    std::vector<SlotRun> runs;
-    int64_t next = -1;
-    for (int64_t i = start; i < end; ++i) {
-        const int64_t slot = slots[i];
-        if (slot < 0) {
-            next = -1;
-            continue;
-        }
-        const int64_t block = slot / page.block_size, offset = slot % page.block_size;
-        if (slot == next && (across_blocks || offset != 0)) {
-            ++runs.back().count;
-        } else {
-            runs.push_back({i - start, 1, block * page.block_stride + offset * page.token_stride});
-        }
-        next = slot + 1;
-    }
-    return runs;
-}
 
 void copy_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, Copy copy) {
     const PagedLayout& page = pages.layout;
     const int64_t layers = batch.layer_end - batch.layer_begin;
     const ChunkStrides strides = chunk_strides(page, layers, chunk.end - chunk.start, batch.token_major);
     const RunShape shape = run_shape(pages, strides);
-    const std::vector<SlotRun> runs =
-        slot_runs(page, batch.slots, chunk.start, chunk.end, shape.blocks_contiguous);
+    const auto runs = slot_runs(page, batch.slots, chunk.start, chunk.end, shape.blocks_contiguous);
     char* const memory = reinterpret_cast<char*>(chunk.address);
-    auto move = [&](char* paged, char* packed, int64_t bytes) {
-        if (batch.store)
-            copy(packed, paged, static_cast<size_t>(bytes));
-        else
-            copy(paged, packed, static_cast<size_t>(bytes));
-    };
     for (int64_t layer = 0; layer < layers; ++layer) {
         const uint64_t* bases = &pages.bases[static_cast<size_t>((batch.layer_begin + layer) * page.planes)];
+        const int64_t to_value = shape.planes == 2 ? static_cast<int64_t>(bases[1] - bases[0]) : 0;
         for (const SlotRun& run : runs) {
+            char* const paged = reinterpret_cast<char*>(bases[0]) + run.page_offset;
             char* const packed = memory + layer * strides.layer + run.token * strides.token;
-            const int64_t steps = shape.tokens_contiguous ? 1 : run.count;
-            const int64_t bytes = shape.tokens_contiguous ? run.count * shape.bytes : shape.bytes;
-            for (int64_t token = 0; token < steps; ++token) {
-                for (int64_t plane = 0; plane < shape.planes; ++plane) {
-                    char* paged =
-                        reinterpret_cast<char*>(bases[plane]) + run.page_offset + token * page.token_stride;
-                    char* row = packed + token * strides.token + plane * strides.kv;
-                    for (int64_t head = 0; head < shape.heads; ++head)
-                        move(paged + head * page.head_stride, row + head * page.head_bytes, bytes);
-                }
-            }
+            const bool whole = shape.tokens_contiguous;
+            const auto bytes = static_cast<size_t>(whole ? run.count * shape.bytes : shape.bytes);
+            Loop loops[] = {{whole ? 1 : run.count, page.token_stride, strides.token},
+                            {shape.planes, to_value, strides.kv},
+                            {shape.heads, page.head_stride, page.head_bytes}};
+            // In the order of the chunk, whichever side is written: sequential reads are what the prefetcher
+            // needs, and stores that bypass the cache do not mind where they go.
+            std::sort(std::begin(loops), std::end(loops),
+                      [](const Loop& one, const Loop& other) { return one.packed > other.packed; });
+            const auto& [outer, middle, inner] = loops;
+            for (int64_t i = 0; i < outer.count; ++i)
+                for (int64_t j = 0; j < middle.count; ++j)
+                    for (int64_t k = 0; k < inner.count; ++k) {
+                        char* there = paged + i * outer.paged + j * middle.paged + k * inner.paged;
+                        char* here = packed + i * outer.packed + j * middle.packed + k * inner.packed;
+                        if (batch.store)
+                            copy(here, there, bytes);
+                        else
+                            copy(there, here, bytes);
+                    }
         }
     }
 }

@@ -19,6 +19,9 @@ int cuda_device_count(std::string* why = nullptr);
 std::string pin(void* address, size_t bytes);
 void unpin(void* address);
 
+// Whether a device reaches the byte at `address` by itself: device memory, or page-locked host memory.
+bool device_reaches(const void* address);
+
 // NUMA node of a device, -1 when unknown.
 int numa_node(int device);
 

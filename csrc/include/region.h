@@ -25,7 +25,7 @@ class HostRegion {
     // Starts the background work: pages are populated and, with `pin` on a machine with a GPU, page-locked
     // piece by piece from the start. No multiple of `granule` bytes straddles two pieces, since one DMA must
     // not. With `required` only locked memory is ever ready. Once only.
-    void prepare(bool pin, size_t granule, bool required, int numa_node);
+    void prepare(bool pin, size_t granule, bool required, int numa_node, bool populate);
     // Stops the background work, unlocks and unmaps. Nothing may use the memory any more. Idempotent.
     void close();
 
@@ -52,7 +52,7 @@ class HostRegion {
 
     char* base_ = nullptr;
     size_t capacity_;
-    bool required_ = false;
+    bool required_ = false, prepared_ = false;
     std::thread worker_;
     std::atomic<bool> stop_{false};
     std::atomic<PinState> state_{PinState::Pageable};

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from kvcache.memory.objects import MemoryObj
-
 _POLL_S = 50e-6
 
 
 class Completion(abc.ABC):
     """Copies that were queued. Thread-safe."""
+
+    error: Exception | None = None
+    """Why the copies were not made; None where they were or will be."""
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -32,7 +33,9 @@ class Completion(abc.ABC):
         return True
 
     def order_current_stream(self) -> None:  # noqa: B027 - copies that are complete on return need no order
-        """On a GPU: whatever the current stream is given from now on waits for the copies."""
+        """On a GPU: whatever the current stream is given from now on finds the pages as the copies leave
+        them: it sees what was loaded, and may write again what was stored.
+        """
 
 
 class Completed(Completion):
@@ -42,17 +45,33 @@ class Completed(Completion):
         return True
 
 
-class EventCompletion(Completion):
-    """Complete when a CUDA event has been reached."""
+class Failed(Completion):
+    """Copies that were not made."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def done(self) -> bool:
+        return True
+
+
+class EventCompletion(Completion):
+    """Complete when a CUDA event has been reached.
+
+    Args:
+        event: after the last copy.
+        pages_done: after the last access to the pages, where that is earlier.
+    """
+
+    def __init__(self, event: torch.cuda.Event, pages_done: torch.cuda.Event | None = None) -> None:
         self._event = event
+        self._pages_done = event if pages_done is None else pages_done
 
     def done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def order_current_stream(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._event.device).wait_event(self._pages_done)
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
@@ -101,17 +120,17 @@ class GPUConnectorInterface(abc.ABC):
         """The shape that a memory object of `num_tokens` tokens must have."""
 
     @abc.abstractmethod
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> Any:
+    def to_gpu(self, memory_obj: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
         """Copies one object into the pages of the tokens `[start, end)`."""
 
     @abc.abstractmethod
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> Any:
+    def from_gpu(self, memory_obj: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
         """Copies the pages of the tokens `[start, end)` into one object."""
 
     @abc.abstractmethod
-    def batched_to_gpu(self, memory_objs: Any, *args: Any, **kwargs: Any) -> Any:
+    def batched_to_gpu(self, *args: Any, **kwargs: Any) -> Any:
         """Copies many objects into the pages."""
 
     @abc.abstractmethod
-    def batched_from_gpu(self, memory_objs: Any, *args: Any, **kwargs: Any) -> Any:
+    def batched_from_gpu(self, *args: Any, **kwargs: Any) -> Any:
         """Copies the pages into many objects."""

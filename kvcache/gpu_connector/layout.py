@@ -19,7 +19,16 @@ import torch
 
 from kvcache._native import PagedLayout, Pages, batched_kv_transfer
 
-__all__ = ["LayerSpec", "PagedLayout", "UnknownLayout", "describe_layer", "describe_layers", "verify_layout"]
+__all__ = [
+    "LayerSpec",
+    "PagedLayout",
+    "UnknownLayout",
+    "describe_layer",
+    "describe_layers",
+    "device_index",
+    "token_view",
+    "verify_layout",
+]
 
 _KV_AXES = ("2BNHD", "B2NHD", "2BHND", "B2HND", "BHNC", "BNHC")
 _MLA_AXES = ("BNC", "BHNC")
@@ -60,6 +69,13 @@ class LayerSpec:
         """Elements of one token's key, or of its latent."""
         return self.num_kv_heads * self.head_size
 
+    def register(self, kvcaches: Sequence[torch.Tensor]) -> Pages:
+        """The pages of these layers, described and verified. Raises UnknownLayout."""
+        pages = describe_layers(kvcaches, self)
+        for tensor in kvcaches:
+            verify_layout(tensor, self)
+        return pages
+
 
 def describe_layer(tensor: torch.Tensor, spec: LayerSpec) -> PagedLayout:
     """The strides of one layer's pages.
@@ -91,7 +107,14 @@ def describe_layers(tensors: Sequence[torch.Tensor], spec: LayerSpec) -> Pages:
             )
     bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
     _check_layers_apart([int(base) for base in bases], _gap(tensors[0]), layouts[0])
-    return Pages(bases, layouts[0], _device_index(tensors[0].device))
+    return Pages(bases, layouts[0], device_index(tensors[0].device))
+
+
+def token_view(tensor: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """A layer's bytes as uint8 [B, N, planes, H, head bytes], by torch's indexing alone. Raises
+    UnknownLayout.
+    """
+    return _token_view(tensor, *_match(tensor, spec))
 
 
 def verify_layout(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] | None = None) -> None:
@@ -106,7 +129,7 @@ def verify_layout(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] |
     axes, layout = _match(tensor, spec)
     view = _token_view(tensor, axes, layout)  # uint8 [B, N, planes, H, head bytes]
     chosen = sorted(set(blocks if blocks is not None else (0, layout.num_blocks - 1)))
-    pages = Pages(np.array([tensor.data_ptr()], dtype=np.uint64), layout, _device_index(tensor.device))
+    pages = Pages(np.array([tensor.data_ptr()], dtype=np.uint64), layout, device_index(tensor.device))
     saved = view[chosen].clone()
     slots = np.concatenate([np.arange(b * layout.block_size, (b + 1) * layout.block_size) for b in chosen])
     try:
@@ -261,7 +284,8 @@ def _token_view(tensor: torch.Tensor, axes: str, layout: PagedLayout) -> torch.T
     return view.permute([names.index(name) for name in "BN2HD"])
 
 
-def _device_index(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
+    """The number that the native module knows a device by: -1 for the CPU."""
     if device.type == "cpu":
         return -1
     return device.index if device.index is not None else torch.cuda.current_device()

@@ -8,84 +8,20 @@ partial chunks share slots and waste less than a unit each (at most a sixteenth 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from kvcache.memory.formats import MemoryFormat
-from kvcache.memory.objects import MemoryObj, MemoryObjMetadata
+from kvcache.memory.formats import KVShape
+from kvcache.memory.objects import MemoryObj
 from kvcache.memory.region import HostRegion
+
+__all__ = ["ChunkAllocator", "KVShape"]
 
 _PAGE = 4096
 """Units are whole pages, so that a chunk can be read from and written to disk without a copy."""
 _MOST_UNITS = 16
 _LEAST_UNIT_BYTES = 16 * _PAGE
 """Below it, rounding units up to pages would waste more than sharing a slot saves."""
-
-
-class ShapedConnector(Protocol):
-    """What a GPU connector says about the KV that it moves."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def kv_planes(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """The KV of one rank's chunk.
-
-    Args:
-        num_layers: layers of this rank.
-        kv_planes: 2 for keys and values, 1 for MLA.
-        hidden: elements of one token's key (heads x head size on this rank), or of its latent.
-        dtype: of an element.
-        chunk_tokens: tokens of a full chunk.
-    """
-
-    num_layers: int
-    kv_planes: int
-    hidden: int
-    dtype: torch.dtype
-    chunk_tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"KVShape: {name} is {getattr(self, name)}; it must be above 0")
-        if self.kv_planes not in (1, 2):
-            raise ValueError(
-                f"KVShape: kv_planes is {self.kv_planes}; 2 (keys and values) and 1 (MLA) are accepted"
-            )
-
-    @classmethod
-    def of(cls, connector: ShapedConnector, chunk_tokens: int) -> KVShape:
-        """The shape of what `connector` moves."""
-        return cls(connector.num_layers, connector.kv_planes, connector.hidden, connector.dtype, chunk_tokens)
-
-    @property
-    def fmt(self) -> MemoryFormat:
-        return MemoryFormat.KV_LT2D if self.kv_planes == 2 else MemoryFormat.KV_LTD
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * self.kv_planes * self.hidden * self.dtype.itemsize
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a full chunk's payload."""
-        return self.chunk_tokens * self.token_bytes
-
-    def shape(self, tokens: int) -> torch.Size:
-        """The resident shape: `[L, T, 2, D]`, or `[L, T, D]` for MLA."""
-        return self.fmt.shape(tokens=tokens, hidden=self.hidden, layers=self.num_layers)
 
 
 class ChunkAllocator:
@@ -101,6 +37,7 @@ class ChunkAllocator:
 
     def __init__(self, region: HostRegion, shape: KVShape) -> None:
         self.shape = shape
+        self._token_bytes = shape.token_bytes
         self._units = min(_MOST_UNITS, max(1, shape.chunk_bytes // _LEAST_UNIT_BYTES))
         self._unit_bytes = -(-shape.chunk_bytes // (self._units * _PAGE)) * _PAGE
         self._slot_bytes = self._units * self._unit_bytes
@@ -114,7 +51,7 @@ class ChunkAllocator:
         self._region = region
         self._base = region.as_tensor()
         self._view = memoryview(region.native)
-        self._address = region.address
+        self.address = region.address
         self._lock = threading.Lock()
         self._fresh = 0  # slots from here on were never used
         self._free: list[int] = []  # whole slots given back, the last one first
@@ -149,8 +86,7 @@ class ChunkAllocator:
         """
         if not 1 <= num_tokens <= self.shape.chunk_tokens:
             raise ValueError(f"a chunk of {num_tokens} tokens; 1 to {self.shape.chunk_tokens} are accepted")
-        size = num_tokens * self.shape.token_bytes
-        units = -(-size // self._unit_bytes)
+        units = -(-num_tokens * self._token_bytes // self._unit_bytes)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the allocator is closed")
@@ -159,11 +95,7 @@ class ChunkAllocator:
                 return None
             self._used_units += units
             self._objects += 1
-        offset = unit * self._unit_bytes
-        metadata = MemoryObjMetadata(
-            self.shape.shape(num_tokens), self.shape.dtype, self.shape.fmt, self._address + offset, size
-        )
-        return MemoryObj(metadata, self, offset, units)
+        return MemoryObj(self, unit * self._unit_bytes, units, num_tokens)
 
     def free(self, obj: MemoryObj) -> None:
         """Takes an object's memory back; the object is invalid from here on.
@@ -174,7 +106,7 @@ class ChunkAllocator:
         with self._lock:
             if obj._allocator is not self:
                 reason = "was freed before" if obj._allocator is None else "belongs to another allocator"
-                raise ValueError(f"the memory object at {obj.metadata.address:#x} {reason}")
+                raise ValueError(f"the memory object of {obj.num_tokens} tokens {reason}")
             obj._allocator = None
             self._used_units -= obj._units
             self._objects -= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the KV of some tokens lies in one contiguous tensor.
+"""How the KV of some tokens lies in one contiguous tensor, and what that is for one model.
 
 L layers, T tokens, D = heads x head size elements of one token's key (or value), or the latent's elements for
 MLA.
@@ -8,6 +8,9 @@ MLA.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -65,3 +68,72 @@ class MemoryFormat(enum.Enum):
 
 
 _DIMS = {fmt: tuple(fmt.value.strip("[]").split(", ")) for fmt in MemoryFormat}
+
+
+class ShapedConnector(Protocol):
+    """What a GPU connector says about the KV that it moves."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def kv_planes(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The KV of one rank's chunk.
+
+    Args:
+        num_layers: layers of this rank.
+        kv_planes: 2 for keys and values, 1 for MLA.
+        hidden: elements of one token's key (heads x head size on this rank), or of its latent.
+        dtype: of an element.
+        chunk_tokens: tokens of a full chunk.
+    """
+
+    num_layers: int
+    kv_planes: int
+    hidden: int
+    dtype: torch.dtype
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KVShape: {name} is {getattr(self, name)}; it must be above 0")
+        if self.kv_planes not in (1, 2):
+            raise ValueError(
+                f"KVShape: kv_planes is {self.kv_planes}; 2 (keys and values) and 1 (MLA) are accepted"
+            )
+
+    @classmethod
+    def of(cls, connector: ShapedConnector, chunk_tokens: int) -> KVShape:
+        """The shape of what `connector` moves."""
+        return cls(connector.num_layers, connector.kv_planes, connector.hidden, connector.dtype, chunk_tokens)
+
+    @property
+    def fmt(self) -> MemoryFormat:
+        return MemoryFormat.KV_LT2D if self.kv_planes == 2 else MemoryFormat.KV_LTD
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * self.kv_planes * self.hidden * self.dtype.itemsize
+
+    @cached_property
+    def _shapes(self) -> list[torch.Size]:
+        fmt, layers = self.fmt, self.num_layers
+        return [fmt.shape(tokens=n, hidden=self.hidden, layers=layers) for n in range(self.chunk_tokens + 1)]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a full chunk's payload."""
+        return self.chunk_tokens * self.token_bytes
+
+    def shape(self, tokens: int) -> torch.Size:
+        """The resident shape of at most a chunk's tokens: `[L, T, 2, D]`, or `[L, T, D]` for MLA."""
+        return self._shapes[tokens]

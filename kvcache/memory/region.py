@@ -25,6 +25,7 @@ class HostRegion:
         capacity: bytes.
         pin: `Preferred` goes on with pageable memory where locking fails, with `Required` only locked memory
             is ever ready, `Disabled` locks nothing.
+        populate: touch the pages in the background; else each is had when it is first used.
         numa_node: where the pages should lie; -1 leaves it to the kernel.
 
     Raises:
@@ -32,18 +33,22 @@ class HostRegion:
         RuntimeError: the kernel's reason why the range cannot be mapped.
     """
 
-    def __init__(self, capacity: int, pin: Pinning = "Preferred", *, numa_node: int = -1) -> None:
+    def __init__(
+        self, capacity: int, pin: Pinning = "Preferred", *, populate: bool = True, numa_node: int = -1
+    ) -> None:
         self.native = _native.HostRegion(capacity)
         self.capacity_bytes = capacity
         self._pin = pin
+        self._populate = populate
         self._numa_node = numa_node
 
     def prepare(self, granule: int) -> None:
         """Starts the background work; `granule`: bytes of which no multiple may straddle two locked
         pieces.
         """
-        required = self._pin == "Required"
-        self.native.prepare(self._pin != "Disabled", granule, required, self._numa_node)
+        self.native.prepare(
+            self._pin != "Disabled", granule, self._pin == "Required", self._numa_node, self._populate
+        )
 
     @property
     def address(self) -> int:

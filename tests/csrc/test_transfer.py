@@ -204,8 +204,8 @@ def test_bad_batches_are_refused() -> None:
 )
 def test_layouts_that_cannot_be(changed: dict[str, int], text: str) -> None:
     good = {
-        "kv_stride": 6400, "block_stride": 64, "token_stride": 16, "head_stride": 16, "heads": 1, "head_bytes": 16,
-        "block_size": 4, "num_blocks": 100, "planes": 2,
+        "kv_stride": 6400, "block_stride": 64, "token_stride": 16, "head_stride": 16, "heads": 1,
+        "head_bytes": 16, "block_size": 4, "num_blocks": 100, "planes": 2,
     }  # fmt: skip
     assert _native.PagedLayout(**good).extent == 6400 + 99 * 64 + 3 * 16 + 16
     with pytest.raises(ValueError, match=text):

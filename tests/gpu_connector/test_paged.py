@@ -2,59 +2,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from kvcache.gpu_connector.layout import UnknownLayout
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
-from kvcache.memory.allocator import ChunkAllocator, KVShape
-from kvcache.memory.objects import MemoryObj
-from kvcache.memory.region import HostRegion
-from tests.csrc.layouts import LAYOUTS, PagedKV, gather, make_kv, random_slots, scatter
-
-CHUNK = 16
-
-
-@dataclass
-class Rig:
-    kv: PagedKV
-    connector: VLLMPagedMemGPUConnectorV2
-    allocator: ChunkAllocator
-
-    def objects(self, *tokens: int) -> list[MemoryObj]:
-        objs = [self.allocator.allocate(count) for count in tokens]
-        for obj in objs:
-            assert obj is not None
-            obj.tensor.view(torch.uint8).random_(0, 256)
-        return [obj for obj in objs if obj is not None]
-
-    def rows(self, obj: MemoryObj, layer: int) -> torch.Tensor:
-        return obj.layer(layer).view(torch.uint8).reshape(obj.num_tokens, self.connector.kv_planes, -1)
-
-
-def rig(layout: str, dtype: torch.dtype = torch.bfloat16) -> Rig:
-    kv = make_kv(layout, layers=3, blocks=10, block_size=8, heads=2, head_size=16, dtype=dtype)
-    connector = VLLMPagedMemGPUConnectorV2(kv.spec)
-    connector.initialize_kvcaches_ptr(kvcaches=kv.tensors)
-    return Rig(
-        kv, connector, ChunkAllocator(HostRegion(1 << 20, pin="Disabled"), KVShape.of(connector, CHUNK))
-    )
+from tests.csrc.layouts import LAYOUTS, gather, random_slots, scatter
+from tests.gpu_connector.rigs import Rig, rig
 
 
 @pytest.fixture(params=LAYOUTS)
 def each(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    one = rig(request.param)
+    one = rig(request.param, VLLMPagedMemGPUConnectorV2)
     yield one
-    one.allocator.close()
+    one.close()
 
 
 @pytest.fixture
 def one() -> Iterator[Rig]:
-    made = rig("LBHNC")
+    made = rig("LBHNC", VLLMPagedMemGPUConnectorV2)
     yield made
-    made.allocator.close()
+    made.close()
 
 
 def test_chunks_out_of_and_into_the_pages(each: Rig) -> None:
@@ -92,9 +61,9 @@ def test_what_the_connector_says_of_itself(one: Rig) -> None:
     assert (connector.num_layers, connector.kv_planes, connector.hidden) == (3, 2, 32)
     assert (connector.path, connector.dtype) == ("host", torch.bfloat16)
     assert list(connector.get_shape(7)) == [3, 7, 2, 32]
-    mla = rig("MLA B1NC")
+    mla = rig("MLA B1NC", VLLMPagedMemGPUConnectorV2)
     assert list(mla.connector.get_shape(7)) == [3, 7, 16]
-    mla.allocator.close()
+    mla.close()
 
 
 def test_before_registration_nothing_moves(one: Rig) -> None:
@@ -116,7 +85,7 @@ def test_bad_calls_are_named_and_write_nothing(one: Rig, store: bool) -> None:
     move = one.connector.batched_from_gpu if store else one.connector.batched_to_gpu
     slots = torch.arange(40)
     full, part = one.objects(16, 5)
-    other = rig("LBHNC", torch.float32)
+    other = rig("LBHNC", VLLMPagedMemGPUConnectorV2, torch.float32)
     cases = [
         (([full, part], [0, 16], [16, 22], slots), r"KV_LT2D \[3, 5, 2, 32\].* for the tokens 16 to 22"),
         (([full], [0], [16, 22], slots), "1 memory objects, 1 starts and 2 ends"),
@@ -134,4 +103,4 @@ def test_bad_calls_are_named_and_write_nothing(one: Rig, store: bool) -> None:
             move(objs, starts, ends, slot_mapping=mapping)
     assert all(map(torch.equal, one.kv.snapshot(), pages))
     assert [bytes(obj.buffer) for obj in (full, part)] == payload
-    other.allocator.close()
+    other.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_digest128_has_no_ambiguous_parts() -> None:
     )
 
 
-NAMESPACE = {
+NAMESPACE: dict[str, Any] = {
     "model": "m",
     "revision": "r",
     "weights": "w",

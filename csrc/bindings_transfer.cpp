@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// The groups of kvcache._native that touch KV: transfers, staging rings, rotation of keys, zeroing.
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <sstream>
+
+#include "bindings_arrays.h"
+#include "ring.h"
+#include "rotary.h"
+#include "spans.h"
+#include "transfer.h"
+
+using namespace pybind11::literals;
+
+namespace kvcache {
+namespace {
+
+std::string describe(const PagedLayout& layout) {
+    std::ostringstream text;
+    text << "PagedLayout(kv_stride=" << layout.kv_stride << ", block_stride=" << layout.block_stride
+         << ", token_stride=" << layout.token_stride << ", head_stride=" << layout.head_stride
+         << ", heads=" << layout.heads << ", head_bytes=" << layout.head_bytes
+         << ", block_size=" << layout.block_size << ", num_blocks=" << layout.num_blocks
+         << ", planes=" << layout.planes << ")";
+    return text.str();
+}
+
+Pages make_pages(const py::object& addresses, const PagedLayout& layout, int device) {
+    const auto array = vector_of<uint64_t>("bases", addresses);
+    Pages pages{layout, {}, device};
+    for (py::ssize_t layer = 0; layer < array.size(); ++layer)
+        for (int64_t plane = 0; plane < layout.planes; ++plane)
+            pages.bases.push_back(array.at(layer) + static_cast<uint64_t>(plane * layout.kv_stride));
+    return pages;
+}
+
+Pages make_unilateral(const py::object& keys, const py::object& values, const PagedLayout& layout,
+                      int device) {
+    const auto k = vector_of<uint64_t>("key_bases", keys), v = vector_of<uint64_t>("value_bases", values);
+    if (layout.planes != 2 || k.size() != v.size())
+        throw std::invalid_argument(
+            "Pages: separate pools need planes=2 and as many keys as values; got planes=" +
+            std::to_string(layout.planes) + ", " + std::to_string(k.size()) + " and " +
+            std::to_string(v.size()));
+    Pages pages{layout, {}, device};
+    for (py::ssize_t layer = 0; layer < k.size(); ++layer) {
+        pages.bases.push_back(k.at(layer));
+        pages.bases.push_back(v.at(layer));
+    }
+    return pages;
+}
+
+void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) {
+    check(pages, batch);
+    if (pages.device < 0)
+        host_transfer(pages, batch);
+    else
+        cuda_transfer(pages, batch, stream, blocks);
+}
+
+// A batch and the arrays that it points into.
+struct BoundBatch {
+    Vector<int64_t> slots;
+    Batch batch;
+};
+
+BoundBatch one_chunk(const Pages& pages, uint64_t address, const py::object& slot_mapping, bool store,
+                     bool token_major, int64_t layer_begin, std::optional<int64_t> layer_end) {
+    const auto slots = vector_of<int64_t>("slot_mapping", slot_mapping);
+    return {slots,
+            {slots.data(),
+             slots.size(),
+             {{address, 0, slots.size()}},
+             store,
+             token_major,
+             layer_begin,
+             layer_end.value_or(pages.layers())}};
+}
+
+BoundBatch many_chunks(const Pages& pages, const py::object& addresses, const py::object& starts,
+                       const py::object& ends, const py::object& slot_mapping, bool store, bool token_major,
+                       int64_t layer_begin, std::optional<int64_t> layer_end) {
+    const auto address = vector_of<uint64_t>("addresses", addresses);
+    const auto start = vector_of<int64_t>("starts", starts), end = vector_of<int64_t>("ends", ends);
+    if (address.size() != start.size() || address.size() != end.size())
+        throw std::invalid_argument("addresses, starts and ends have " + std::to_string(address.size()) +
+                                    ", " + std::to_string(start.size()) + " and " +
+                                    std::to_string(end.size()) + " entries; they must have as many");
+    BoundBatch bound = one_chunk(pages, 0, slot_mapping, store, token_major, layer_begin, layer_end);
+    bound.batch.chunks.clear();
+    for (py::ssize_t i = 0; i < address.size(); ++i)
+        bound.batch.chunks.push_back({address.at(i), start.at(i), end.at(i)});
+    return bound;
+}
+
+std::vector<Span> spans_of(const char* name, const py::object& addresses, const py::object& sizes) {
+    const auto address = vector_of<uint64_t>(name, addresses);
+    const auto size = vector_of<int64_t>("sizes", sizes);
+    if (address.size() != size.size())
+        throw std::invalid_argument(std::string(name) + " and sizes have " + std::to_string(address.size()) +
+                                    " and " + std::to_string(size.size()) +
+                                    " entries; they must have as many");
+    std::vector<Span> spans;
+    for (py::ssize_t i = 0; i < size.size(); ++i) {
+        if (size.at(i) < 0)
+            throw std::invalid_argument("sizes[" + std::to_string(i) + "] is " + std::to_string(size.at(i)) +
+                                        "; it must not be below 0");
+        spans.push_back({address.at(i), static_cast<uint64_t>(size.at(i))});
+    }
+    return spans;
+}
+
+}  // namespace
+
+void register_transfer(py::module_& m) {
+    py::class_<PagedLayout>(m, "PagedLayout")
+        .def(py::init([](int64_t kv_stride, int64_t block_stride, int64_t token_stride, int64_t head_stride,
+                         int64_t heads, int64_t head_bytes, int64_t block_size, int64_t num_blocks,
+                         int64_t planes) {
+                 const PagedLayout layout{kv_stride,  block_stride, token_stride, head_stride, heads,
+                                          head_bytes, block_size,   num_blocks,   planes};
+                 check(layout);
+                 return layout;
+             }),
+             py::kw_only(), "kv_stride"_a, "block_stride"_a, "token_stride"_a, "head_stride"_a, "heads"_a,
+             "head_bytes"_a, "block_size"_a, "num_blocks"_a, "planes"_a)
+        .def_readonly("kv_stride", &PagedLayout::kv_stride)
+        .def_readonly("block_stride", &PagedLayout::block_stride)
+        .def_readonly("token_stride", &PagedLayout::token_stride)
+        .def_readonly("head_stride", &PagedLayout::head_stride)
+        .def_readonly("heads", &PagedLayout::heads)
+        .def_readonly("head_bytes", &PagedLayout::head_bytes)
+        .def_readonly("block_size", &PagedLayout::block_size)
+        .def_readonly("num_blocks", &PagedLayout::num_blocks)
+        .def_readonly("planes", &PagedLayout::planes)
+        .def_property_readonly("row_bytes", &PagedLayout::row_bytes)
+        .def_property_readonly("token_bytes", &PagedLayout::token_bytes)
+        .def_property_readonly("num_slots", &PagedLayout::num_slots)
+        .def_property_readonly("extent", &PagedLayout::extent)
+        .def("__eq__", [](const PagedLayout& one, const PagedLayout& other) { return one == other; })
+        .def("__hash__", [](const PagedLayout& layout) { return py::hash(py::str(describe(layout))); })
+        .def("__repr__", &describe);
+
+    py::class_<Pages>(m, "Pages")
+        .def(py::init(&make_pages), "bases"_a, "layout"_a, "device"_a = -1)
+        .def_static("unilateral", &make_unilateral, "key_bases"_a, "value_bases"_a, "layout"_a,
+                    "device"_a = -1)
+        .def_readonly("layout", &Pages::layout)
+        .def_readonly("device", &Pages::device)
+        .def_property_readonly("num_layers", &Pages::layers);
+
+    m.def(
+        "batched_kv_transfer",
+        [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
+           const py::object& slot_mapping, bool store, bool token_major, int64_t layer_begin,
+           std::optional<int64_t> layer_end, uint64_t stream, int blocks) {
+            const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
+                                                 token_major, layer_begin, layer_end);
+            const py::gil_scoped_release release;
+            transfer(pages, bound.batch, stream, blocks);
+        },
+        "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
+        "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0,
+        "blocks"_a = 0);
+    m.def(
+        "batched_dma_transfer",
+        [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
+           const py::object& slot_mapping, bool store, bool token_major, int64_t layer_begin,
+           std::optional<int64_t> layer_end, uint64_t stream) {
+            const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
+                                                 token_major, layer_begin, layer_end);
+            const py::gil_scoped_release release;
+            check(pages, bound.batch);
+            cuda_batched_dma(pages, bound.batch, stream);
+        },
+        "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
+        "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a);
+    m.def(
+        "multi_layer_kv_transfer",
+        [](const Pages& pages, uint64_t address, const py::object& slot_mapping, bool store, bool token_major,
+           uint64_t stream, int blocks) {
+            const BoundBatch bound =
+                one_chunk(pages, address, slot_mapping, store, token_major, 0, std::nullopt);
+            const py::gil_scoped_release release;
+            transfer(pages, bound.batch, stream, blocks);
+        },
+        "pages"_a, "address"_a, "slot_mapping"_a, "store"_a, py::kw_only(), "token_major"_a = true,
+        "stream"_a = 0, "blocks"_a = 0);
+    m.def(
+        "single_layer_kv_transfer",
+        [](const Pages& pages, int64_t layer, uint64_t address, const py::object& slot_mapping, bool store,
+           bool token_major, uint64_t stream, int blocks) {
+            const BoundBatch bound =
+                one_chunk(pages, address, slot_mapping, store, token_major, layer, layer + 1);
+            const py::gil_scoped_release release;
+            transfer(pages, bound.batch, stream, blocks);
+        },
+        "pages"_a, "layer"_a, "address"_a, "slot_mapping"_a, "store"_a, py::kw_only(), "token_major"_a = true,
+        "stream"_a = 0, "blocks"_a = 0);
+
+    py::class_<StagingRing>(m, "StagingRing")
+        .def(py::init(&make_ring), "device"_a, "slot_bytes"_a, "num_slots"_a)
+        .def(
+            "transfer",
+            [](StagingRing& ring, const Pages& pages, const py::object& addresses, const py::object& starts,
+               const py::object& ends, const py::object& slot_mapping, bool store, int64_t layer_begin,
+               std::optional<int64_t> layer_end, uint64_t stream, int blocks) {
+                const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
+                                                     true, layer_begin, layer_end);
+                const py::gil_scoped_release release;
+                check(pages, bound.batch);
+                ring.transfer(pages, bound.batch, stream, blocks);
+            },
+            "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
+            "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0, "blocks"_a = 0)
+        .def("join", &StagingRing::join, "stream"_a, py::call_guard<py::gil_scoped_release>());
+}
+
+void register_rotary(py::module_& m) {
+    m.def(
+        "rotate_keys",
+        [](uint64_t keys, int64_t heads, int64_t head_size, int64_t token_stride, int64_t head_stride,
+           const std::string& dtype, const py::object& old_positions, const py::object& new_positions,
+           uint64_t table, int64_t positions, int64_t rotary_size, const std::string& table_dtype, bool neox,
+           int device, uint64_t stream) {
+            const auto was = vector_of<int64_t>("old_positions", old_positions);
+            const auto is = vector_of<int64_t>("new_positions", new_positions);
+            if (was.size() != is.size())
+                throw std::invalid_argument("old_positions and new_positions have " +
+                                            std::to_string(was.size()) + " and " + std::to_string(is.size()) +
+                                            " entries; they must have as many");
+            const RotaryJob job{keys,
+                                was.size(),
+                                heads,
+                                head_size,
+                                token_stride,
+                                head_stride,
+                                element_type(dtype),
+                                table,
+                                positions,
+                                rotary_size,
+                                element_type(table_dtype),
+                                neox,
+                                was.data(),
+                                is.data()};
+            const py::gil_scoped_release release;
+            check(job);
+            if (device < 0)
+                host_rotate(job);
+            else
+                cuda_rotate(job, device, stream);
+        },
+        py::kw_only(), "keys"_a, "heads"_a, "head_size"_a, "token_stride"_a, "head_stride"_a, "dtype"_a,
+        "old_positions"_a, "new_positions"_a, "table"_a, "positions"_a, "rotary_size"_a, "table_dtype"_a,
+        "neox"_a, "device"_a = -1, "stream"_a = 0);
+    m.def(
+        "copy_spans",
+        [](const py::object& targets, const py::object& sources, const py::object& sizes, int device,
+           uint64_t stream) {
+            const std::vector<Span> to = spans_of("targets", targets, sizes);
+            const std::vector<Span> from = spans_of("sources", sources, sizes);
+            const py::gil_scoped_release release;
+            if (device < 0)
+                host_copy(to, from);
+            else
+                cuda_copy(to, from, device, stream);
+        },
+        "targets"_a, "sources"_a, "sizes"_a, "device"_a = -1, "stream"_a = 0);
+    m.def(
+        "zero_spans",
+        [](const py::object& addresses, const py::object& sizes, int device, uint64_t stream) {
+            const std::vector<Span> spans = spans_of("addresses", addresses, sizes);
+            const py::gil_scoped_release release;
+            if (device < 0)
+                host_zero(spans);
+            else
+                cuda_zero(spans, device, stream);
+        },
+        "addresses"_a, "sizes"_a, "device"_a = -1, "stream"_a = 0);
+}
+
+}  // namespace kvcache

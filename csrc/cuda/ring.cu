@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <mutex>
+#include <vector>
+
+#include "cuda_check.h"
+#include "device.h"
+#include "dma.h"
+#include "launch.h"
+#include "ring.h"
+#include "segments.h"
+
+namespace kvcache {
+namespace {
+
+cudaStream_t stream_of(uint64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+class CudaRing final : public StagingRing {
+  public:
+    CudaRing(int device, size_t slot_bytes, int num_slots) : device_(device), slot_bytes_(slot_bytes) {
+        const DeviceScope scope(device);
+        cuda_check(cudaMalloc(&memory_, slot_bytes * static_cast<size_t>(num_slots)),
+                   "cudaMalloc of a staging ring");
+        int least = 0, greatest = 0;
+        cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+        cuda_check(cudaStreamCreateWithPriority(&copies_, cudaStreamNonBlocking, greatest),
+                   "cudaStreamCreate");
+        cuda_check(cudaEventCreateWithFlags(&tail_, cudaEventDisableTiming), "cudaEventCreate");
+        slots_.resize(static_cast<size_t>(num_slots));
+        for (size_t i = 0; i < slots_.size(); ++i) {
+            slots_[i].address = reinterpret_cast<uint64_t>(memory_) + i * slot_bytes;
+            cuda_check(cudaEventCreateWithFlags(&slots_[i].full, cudaEventDisableTiming), "cudaEventCreate");
+            cuda_check(cudaEventCreateWithFlags(&slots_[i].empty, cudaEventDisableTiming), "cudaEventCreate");
+        }
+    }
+
+    ~CudaRing() override {
+        int former = 0;
+        cudaGetDevice(&former);
+        cudaSetDevice(device_);
+        for (const Slot& slot : slots_) {  // a kernel of the last load may still read its slot
+            cudaEventSynchronize(slot.full);
+            cudaEventSynchronize(slot.empty);
+            cudaEventDestroy(slot.full);
+            cudaEventDestroy(slot.empty);
+        }
+        cudaStreamSynchronize(copies_);
+        cudaEventDestroy(tail_);
+        cudaStreamDestroy(copies_);
+        cudaFree(memory_);
+        cudaSetDevice(former);
+        cudaGetLastError();
+    }
+
+    void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) override {
+        const std::lock_guard lock(mutex_);
+        const DeviceScope scope(device_);
+        const Segments plan = plan_segments(pages, batch, slot_bytes_);
+        if (plan.parts.empty()) return;
+        const cudaStream_t kernels = stream_of(stream);
+        Launch launch(pages, batch, plan.parts.size());
+        size_t slot = next_;
+        for (const Segment& segment : plan.segments) {
+            for (size_t i = segment.first; i < segment.first + segment.count; ++i)
+                launch.add(piece(pages, plan.parts[i], slots_[slot].address));
+            slot = (slot + 1) % slots_.size();
+        }
+        launch.upload(kernels);
+        for (const Segment& segment : plan.segments) {
+            if (batch.store)
+                store(launch, plan, segment, kernels, blocks);
+            else
+                load(launch, plan, segment, kernels, blocks);
+            next_ = (next_ + 1) % slots_.size();
+        }
+        launch.done(kernels);
+    }
+
+    void join(uint64_t stream) override {
+        const std::lock_guard lock(mutex_);
+        const DeviceScope scope(device_);
+        cuda_check(cudaEventRecord(tail_, copies_), "cudaEventRecord");
+        cuda_check(cudaStreamWaitEvent(stream_of(stream), tail_, 0), "cudaStreamWaitEvent");
+    }
+
+  private:
+    struct Slot {
+        uint64_t address = 0;
+        cudaEvent_t full = nullptr, empty = nullptr;
+    };
+
+    static Piece piece(const Pages& pages, const Part& part, uint64_t slot) {
+        const int64_t tokens = part.token_end - part.token_begin;
+        const ChunkStrides strides = chunk_strides(pages.layout, part.layer_count, tokens, true);
+        return {slot + part.offset, strides.layer, strides.kv, static_cast<uint32_t>(part.token_begin),
+                static_cast<uint32_t>(tokens)};
+    }
+
+    static void add(Copies& copies, uint64_t slot, const Part& part, bool store) {
+        if (!device_reaches(reinterpret_cast<void*>(part.address))) copies.pageable();
+        copies.add(store ? part.address : slot, store ? slot : part.address, part.bytes);
+    }
+
+    // Waiting for an event that was never recorded returns at once, so that a fresh slot needs no special
+    // case.
+    void store(Launch& launch, const Segments& plan, const Segment& segment, cudaStream_t kernels,
+               int blocks) {
+        const Slot& slot = slots_[next_];
+        cuda_check(cudaStreamWaitEvent(kernels, slot.empty, 0), "cudaStreamWaitEvent");
+        Copies kept;
+        for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
+            const Part& part = plan.parts[i];
+            // The DMA of a part with skipped tokens must bring back what the chunk held there.
+            if (!part.skips) continue;
+            kept.add(slot.address + part.offset, part.address, part.bytes);
+            kept.pageable();  // also keeps the default stream, on which no batch may be, a possible `kernels`
+        }
+        kept.run(kernels);
+        launch.run(segment.first, segment.first + segment.count, segment.layer_begin, segment.layer_count,
+                   blocks, kernels);
+        cuda_check(cudaEventRecord(slot.full, kernels), "cudaEventRecord");
+        cuda_check(cudaStreamWaitEvent(copies_, slot.full, 0), "cudaStreamWaitEvent");
+        Copies out;
+        for (size_t i = segment.first; i < segment.first + segment.count; ++i)
+            add(out, slot.address + plan.parts[i].offset, plan.parts[i], true);
+        out.run(copies_);
+        cuda_check(cudaEventRecord(slot.empty, copies_), "cudaEventRecord");
+    }
+
+    void load(Launch& launch, const Segments& plan, const Segment& segment, cudaStream_t kernels,
+              int blocks) {
+        const Slot& slot = slots_[next_];
+        cuda_check(cudaStreamWaitEvent(copies_, slot.empty, 0), "cudaStreamWaitEvent");
+        Copies in;
+        for (size_t i = segment.first; i < segment.first + segment.count; ++i)
+            add(in, slot.address + plan.parts[i].offset, plan.parts[i], false);
+        in.run(copies_);
+        cuda_check(cudaEventRecord(slot.full, copies_), "cudaEventRecord");
+        cuda_check(cudaStreamWaitEvent(kernels, slot.full, 0), "cudaStreamWaitEvent");
+        launch.run(segment.first, segment.first + segment.count, segment.layer_begin, segment.layer_count,
+                   blocks, kernels);
+        cuda_check(cudaEventRecord(slot.empty, kernels), "cudaEventRecord");
+    }
+
+    int device_;
+    size_t slot_bytes_;
+    void* memory_ = nullptr;
+    cudaStream_t copies_ = nullptr;
+    cudaEvent_t tail_ = nullptr;
+    std::vector<Slot> slots_;
+    size_t next_ = 0;
+    std::mutex mutex_;
+};
+
+}  // namespace
+
+std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots) {
+    return std::make_unique<CudaRing>(device, slot_bytes, num_slots);
+}
+
+}  // namespace kvcache

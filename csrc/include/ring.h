@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// A staging ring: few multiprocessors gather pages into a ring slot in device memory and one DMA moves the
+// slot to the chunks; for loads the other way round. The copy engine then always moves large contiguous
+// pieces, whatever the layout.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "transfer.h"
+
+namespace kvcache {
+
+// One direction's ring of one device. Thread-safe; calls are queued in their order.
+class StagingRing {
+  public:
+    virtual ~StagingRing() = default;
+    // Queues a checked batch. Kernels run on `stream` with `blocks` thread blocks; the DMAs run on the ring's
+    // own stream: those of a load do not wait for what is on `stream`, those of a store may end after it (see
+    // join).
+    virtual void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) = 0;
+    // Makes `stream` wait for all DMAs queued so far.
+    virtual void join(uint64_t stream) = 0;
+};
+
+// Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0, and
+// std::runtime_error where memory cannot be had.
+std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots);
+
+// For make_ring.
+std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots);
+
+// The copy engine straight between pages and chunks, one descriptor for each run that is contiguous on both
+// sides. Queued on `stream`. Throws std::invalid_argument where only rows of a token are contiguous.
+void cuda_batched_dma(const Pages& pages, const Batch& batch, uint64_t stream);
+
+}  // namespace kvcache

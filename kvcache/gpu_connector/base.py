@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connectors over native transfers share: registration of the pages and checks of the memory
+objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvcache import _native
+from kvcache.gpu_connector.interface import GPUConnectorInterface
+from kvcache.gpu_connector.transfer import Chunks, PageTransfer
+from kvcache.gpu_connector.ways import choose_ways
+from kvcache.memory.formats import MemoryFormat
+from kvcache.memory.objects import LayerSlice, MemoryObj
+
+
+class PagesSpec(Protocol):
+    """What an engine declares about its pages (`layout.LayerSpec`, `sglang.PoolSpec`)."""
+
+    @property
+    def planes(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def register(self, kvcaches: Sequence[torch.Tensor]) -> _native.Pages:
+        """The pages, read off the tensors and verified. Raises UnknownLayout."""
+
+
+class PagedConnector(GPUConnectorInterface):
+    """Base of the connectors that move pages with the native module.
+
+    Args:
+        spec: what the engine declares about its pages.
+    """
+
+    def __init__(self, spec: PagesSpec) -> None:
+        self._spec = spec
+        self._transfer: PageTransfer | None = None
+        self._registered: list[int] = []
+
+    @property
+    def transfer(self) -> PageTransfer:
+        """Raises RuntimeError before `initialize_kvcaches_ptr`."""
+        if self._transfer is None:
+            raise RuntimeError("the KV caches are not registered yet; call initialize_kvcaches_ptr first")
+        return self._transfer
+
+    @property
+    def num_layers(self) -> int:
+        return self.transfer.pages.num_layers
+
+    @property
+    def kv_planes(self) -> int:
+        return self._spec.planes
+
+    @property
+    def hidden(self) -> int:
+        return self._spec.hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._spec.dtype
+
+    @property
+    def path(self) -> str:
+        return "none" if self._transfer is None else self._transfer.path
+
+    def initialize_kvcaches_ptr(self, *, kvcaches: Sequence[torch.Tensor]) -> None:
+        """Takes the pages, checks a write and a read of each through the native path, and on a GPU measures
+        the ways across the link. Nothing may use the pages meanwhile; they hold afterwards what they held
+        before.
+
+        Registering the same tensors again changes nothing.
+
+        Raises:
+            UnknownLayout: the tensors cannot be copied safely.
+            RuntimeError: they are on a GPU that this build does not serve.
+        """
+        addresses = [tensor.data_ptr() for tensor in kvcaches]
+        if self._transfer is not None and addresses == self._registered:
+            return
+        if kvcaches and kvcaches[0].is_cuda and not _native.cuda_available():
+            raise RuntimeError(
+                f"the KV caches are on {kvcaches[0].device}, but {_native.cuda_unavailable_reason()}"
+            )
+        transfer = PageTransfer(self._spec.register(kvcaches))
+        choose_ways(transfer)
+        self._transfer, self._registered = transfer, addresses
+
+    def share_pages(self, other: PagedConnector) -> None:
+        """Takes the pages, ways and rings of a connector that has registered them."""
+        self._transfer, self._registered = other.transfer, list(other._registered)
+
+    def _chunks(
+        self,
+        memory_objs: Sequence[MemoryObj | LayerSlice],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        slot_mapping: torch.Tensor,
+        fmt: MemoryFormat,
+    ) -> Chunks:
+        """The objects' addresses and tokens, once every object is known to be of `fmt` and to fit its
+        tokens.
+        """
+        if not len(memory_objs) == len(starts) == len(ends):
+            raise ValueError(
+                f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends; as many "
+                "are accepted"
+            )
+        for obj, start, end in zip(memory_objs, starts, ends, strict=True):
+            shape = fmt.shape(tokens=max(end - start, 0), hidden=self.hidden, layers=self.num_layers)
+            if obj.fmt is not fmt or obj.shape != shape or obj.dtype != self.dtype:
+                raise ValueError(
+                    f"a memory object {obj.fmt.name} {list(obj.shape)} of {obj.dtype} for the tokens "
+                    f"{start} to "
+                    f"{end}; {fmt.name} {list(shape)} of {self.dtype} is accepted"
+                )
+        return spans([obj.data_ptr for obj in memory_objs], starts, ends, slot_mapping)
+
+
+def spans(
+    addresses: Sequence[int], starts: Sequence[int], ends: Sequence[int], slot_mapping: torch.Tensor
+) -> Chunks:
+    """Chunks over a slot mapping.
+
+    Raises:
+        ValueError: a slot mapping that is not int64 with one dimension.
+    """
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(
+            f"a slot mapping of {slot_mapping.dtype} with {slot_mapping.dim()} dimensions; int64 with one "
+            "is accepted"
+        )
+    return Chunks(
+        addresses=np.array(addresses, dtype=np.uint64),
+        starts=np.array(starts, dtype=np.int64),
+        ends=np.array(ends, dtype=np.int64),
+        slots=slot_mapping.cpu().contiguous().numpy(),
+    )
+
+
+def layer_slices(memory_objs: Sequence[MemoryObj], num_layers: int) -> list[list[LayerSlice]]:
+    """Resident objects as the layerwise connectors take them: `[layer][chunk]`, no copy."""
+    return [[obj.slice(layer) for obj in memory_objs] for layer in range(num_layers)]
+
+
+def registered_once(connector: PagedConnector, kwargs: dict[str, Any]) -> None:
+    """The notes pass `kvcaches` with every call: takes them where they come."""
+    kvcaches = kwargs.pop("kvcaches", None)
+    if kvcaches is not None:
+        connector.initialize_kvcaches_ptr(kvcaches=kvcaches)
+    if kwargs:
+        raise TypeError(f"unknown arguments {', '.join(sorted(kwargs))}; kvcaches is accepted")

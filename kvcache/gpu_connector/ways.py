@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the ways across the link on the registered pages and chooses one for each direction.
+
+Runs once, when the pages are registered and nothing uses them. The pages hold what they held, bit for bit:
+what is loaded is what was stored a moment before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.transfer import Chunks, PageTransfer, TransferWay, Way
+
+_MEASURED_BYTES = 256 << 20
+_CHUNK_TOKENS = 256
+_RUNS = 5
+_AS_GOOD = 0.99
+"""A way within this share of the fastest is taken if it uses fewer multiprocessors."""
+BLOCKS = (2, 4, 8)
+
+
+def choose_ways(transfer: PageTransfer) -> None:
+    """Sets `store_way` and `load_way` to the way that uses the fewest multiprocessors among the fastest.
+
+    Nothing to choose on the CPU.
+    """
+    if transfer.pages.device < 0:
+        return
+    device = torch.device("cuda", transfer.pages.device)
+    chunks, memory = scratch_chunks(transfer)
+    link = {store: _link_rate(memory, store, device) for store in (True, False)}
+    measured: dict[bool, list[TransferWay]] = {True: [], False: []}
+    for way, blocks in _candidates(transfer):
+        for store in (True, False):  # a load writes back what the store before it read
+            tried = TransferWay(way, blocks)
+            seconds = measure(lambda: _run(transfer, chunks, store, tried))  # noqa: B023 -- called at once
+            measured[store].append(TransferWay(way, blocks, memory.nbytes / seconds, link[store]))
+    transfer.store_way, transfer.load_way = (_best(measured[store]) for store in (True, False))
+
+
+def scratch_chunks(transfer: PageTransfer, limit_bytes: int = _MEASURED_BYTES) -> tuple[Chunks, torch.Tensor]:
+    """Page-locked chunks for as many tokens as fit into `limit_bytes`, in blocks of random order."""
+    layout, layers = transfer.pages.layout, transfer.pages.num_layers
+    token_bytes = layout.token_bytes * layers
+    tokens = max(1, min(layout.num_slots, limit_bytes // token_bytes))
+    blocks = np.random.default_rng(0).permutation(layout.num_blocks)[: -(-tokens // layout.block_size)]
+    slots = (blocks[:, None] * layout.block_size + np.arange(layout.block_size)).reshape(-1)[:tokens]
+    starts = np.arange(0, tokens, _CHUNK_TOKENS, dtype=np.int64)
+    memory = torch.empty(tokens * token_bytes, dtype=torch.uint8, pin_memory=transfer.pages.device >= 0)
+    chunks = Chunks(
+        addresses=(memory.data_ptr() + starts * token_bytes).astype(np.uint64),
+        starts=starts,
+        ends=np.minimum(starts + _CHUNK_TOKENS, tokens),
+        slots=slots.astype(np.int64),
+    )
+    return chunks, memory
+
+
+def measure(run: Callable[[], Completion], runs: int = _RUNS) -> float:
+    """Seconds from the call to its completion, the median after one run to warm up."""
+    seconds = []
+    for _ in range(runs + 1):
+        start = time.perf_counter()
+        run().wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _run(transfer: PageTransfer, chunks: Chunks, store: bool, way: TransferWay) -> Completion:
+    return transfer.store(chunks, way=way) if store else transfer.load(chunks, way=way)
+
+
+def _candidates(transfer: PageTransfer) -> Iterator[tuple[Way, int]]:
+    """The fewest multiprocessors first."""
+    layout = transfer.pages.layout
+    if layout.planes == 1 and layout.token_stride == layout.row_bytes:
+        yield Way.BATCHED_DMA, 0
+    for blocks in BLOCKS:
+        yield Way.STAGED, blocks
+        yield Way.DIRECT, blocks
+
+
+def _link_rate(memory: torch.Tensor, store: bool, device: torch.device) -> float:
+    """Bytes a second of one plain page-locked copy."""
+    other = torch.empty_like(memory, device=device)
+    target, source = (memory, other) if store else (other, memory)
+    seconds = []
+    for _ in range(_RUNS + 1):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return memory.nbytes / statistics.median(seconds[1:])
+
+
+def _best(ways: list[TransferWay]) -> TransferWay:
+    fastest = max(way.bytes_per_s for way in ways)
+    return next(way for way in ways if way.bytes_per_s >= _AS_GOOD * fastest)
