@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from kvcache.gpu_connector.interface import Completion, GPUConnectorInterface
+from kvcache.gpu_connector.base import layer_slices
+from kvcache.gpu_connector.interface import Completed, Completion, GPUConnectorInterface
+from kvcache.gpu_connector.layerwise import LayerwiseConnector
 from kvcache.memory.objects import MemoryObj
 from kvcache.storage.manager import StorageManager
 from kvcache.storage.tiers.cpu import Outcome
@@ -32,8 +34,62 @@ class _Copies:
     objs: list[MemoryObj]
     owner: str
     started: float
+    keep: bool = True
+    """False: a store whose chunks are given back unseen once nothing is written to them any more."""
     on_stored: Callable[[], None] = lambda: None
     on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None
+
+
+@dataclass
+class _Plan:
+    """Chunks of a window and their memory."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    objs: list[MemoryObj] = field(default_factory=list)
+    skipped: int = 0
+
+    @property
+    def starts(self) -> list[int]:
+        return [chunk.start for chunk in self.chunks]
+
+    @property
+    def ends(self) -> list[int]:
+        return [chunk.end for chunk in self.chunks]
+
+
+@dataclass
+class _StorePlan(_Plan):
+    """Reserved chunks; tokens count from the window's start."""
+
+    stored: int = 0
+    """Stored or on their way."""
+    acknowledged: int = 0
+    """Without a gap once the reserved ones are visible."""
+
+    def copies(
+        self, completion: Completion, started: float, on_stored: Callable[[int], None], *, keep: bool = True
+    ) -> _Copies:
+        done = partial(on_stored, self.acknowledged)
+        return _Copies(completion, self.chunks, self.objs, "", started, keep, done)
+
+
+@dataclass
+class _LoadPlan(_Plan):
+    """Leased chunks."""
+
+    owner: str = ""
+
+    def mask(self, num_tokens: int) -> torch.Tensor:
+        """bool [tokens]: what is wanted and there."""
+        result = torch.zeros(num_tokens, dtype=torch.bool)
+        if self.chunks:
+            result[max(self.skipped, self.chunks[0].start) : self.chunks[-1].end] = True
+        return result
+
+    def copies(
+        self, completion: Completion, started: float, on_loaded: Callable[[int, float], None]
+    ) -> _Copies:
+        return _Copies(completion, self.chunks, self.objs, self.owner, started, on_loaded=on_loaded)
 
 
 @dataclass
@@ -58,15 +114,24 @@ class LMCacheEngine:
         database: ChunkedTokenDatabase,
         storage: StorageManager,
         gpu_connector: GPUConnectorInterface,
+        layer_connector: LayerwiseConnector | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.database = database
         self.storage = storage
         self.gpu_connector = gpu_connector
+        self._layer_connector = layer_connector
         self.counters = EngineCounters()
         self._clock = clock
         self._stores: list[_Copies] = []
         self._loads: list[_Copies] = []
+
+    @property
+    def layer_connector(self) -> LayerwiseConnector:
+        """Raises RuntimeError where the engine was made without one."""
+        if self._layer_connector is None:
+            raise RuntimeError("the engine has no layerwise connector; it moves all layers at once")
+        return self._layer_connector
 
     # Store
 
@@ -84,13 +149,11 @@ class LMCacheEngine:
         Args:
             tokens: token ids of the window; may be left out where `digests` is given.
             mask: bool, one an id: a prefix of False (stored by an earlier call, not looked at) of a whole
-            number of
-                chunks, then True. All True if None.
+                number of chunks, then True. All True if None.
             slot_mapping: int64, one a token of the window.
             digests: 16 bytes a chunk of the window.
             on_stored: called once when the copies are visible, with the tokens from the window's start up to
-            the
-                first chunk that could not be stored: what is safe to count as saved.
+                the first chunk that could not be stored: what is safe to count as saved.
 
         Returns:
             Tokens, from the window's start, that are stored or on their way.
@@ -98,47 +161,58 @@ class LMCacheEngine:
         Raises:
             ValueError: a mask that is not of that form, or more digests than tokens.
         """
-        num_tokens = len(slot_mapping)
-        skipped = self._skipped(mask, num_tokens)
-        chunks = list(self.database.chunks(self._digests(tokens, digests), num_tokens))
-        if skipped % self.database.chunk_size:
-            raise ValueError(
-                f"the mask starts with {skipped} False, which is no multiple of the chunk size "
-                f"{self.database.chunk_size}; round it down"
-            )
-        reserved: list[Chunk] = []
-        objs: list[MemoryObj] = []
-        stored = acknowledged = skipped
-        contiguous = True
-        for chunk in chunks:
-            if chunk.end <= skipped:
-                continue
-            outcome, obj = self.storage.cpu.reserve(chunk.key, chunk.end - chunk.start)
-            if outcome is Outcome.FULL:
-                self.counters.failures["StoreNoRoom"] += 1
-                break
-            if obj is not None:
-                reserved.append(chunk)
-                objs.append(obj)
-            stored = chunk.end
-            contiguous = contiguous and outcome is not Outcome.IN_FLIGHT
-            acknowledged = chunk.end if contiguous else acknowledged
-        if not reserved:
-            on_stored(acknowledged)
-            return stored
+        plan = self._plan_store(tokens, mask, len(slot_mapping), digests)
+        if not plan.chunks:
+            on_stored(plan.acknowledged)
+            return plan.stored
         started = self._clock()
         try:
             completion = self.gpu_connector.batched_from_gpu(
-                objs, [c.start for c in reserved], [c.end for c in reserved], slot_mapping=slot_mapping
+                plan.objs, plan.starts, plan.ends, slot_mapping=slot_mapping
             )
         except BaseException:
-            self.storage.cpu.abandon([chunk.key for chunk in reserved])
+            self.storage.cpu.abandon([chunk.key for chunk in plan.chunks])
             raise
-        self._stores.append(
-            _Copies(completion, reserved, objs, "", started, partial(on_stored, acknowledged))
-        )
+        self._stores.append(plan.copies(completion, started, on_stored))
         self.poll()
-        return stored
+        return plan.stored
+
+    def store_layer(
+        self,
+        tokens: Sequence[int] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        digests: bytes | None = None,
+        on_stored: Callable[[int], None] = lambda tokens: None,
+    ) -> Generator[None, None, None]:
+        """As `store`, but a layer a step: resumed after each layer's attention and once more at the end, it
+        yields layers + 1 times. Closed early or failing, it leaves nothing behind.
+
+        Raises:
+            ValueError: as `store`, at the first step.
+        """
+        plan = self._plan_store(tokens, mask, len(slot_mapping), digests)
+        connector = self.layer_connector
+        layers = layer_slices(plan.objs, connector.num_layers)
+        started = self._clock()
+        last: Completion = Completed()
+        complete = False
+        try:
+            copies = connector.batched_from_gpu(layers, plan.starts, plan.ends, slot_mapping=slot_mapping)
+            for _ in range(connector.num_layers):
+                last = next(copies)
+                yield
+            last = next(copies)
+            complete = last.error is None
+        finally:
+            if not complete:
+                plan.acknowledged = plan.skipped
+            self._stores.append(plan.copies(last, started, on_stored, keep=complete))
+            self.poll()
+        if last.error is not None:
+            raise last.error
+        yield
 
     # Retrieve
 
@@ -194,40 +268,62 @@ class LMCacheEngine:
             bool [tokens]: True where the KV was wanted and is now (or, where the slot is -1, could have been)
             in the pages. It is True without a gap from the first wanted token on.
         """
-        num_tokens = len(slot_mapping)
-        skipped = self._skipped(mask, num_tokens)
-        owner = lookup_id or f"retrieve/{id(slot_mapping)}"
-        wanted = [
-            c for c in self.database.chunks(self._digests(tokens, digests), num_tokens) if c.end > skipped
-        ]
-        result = torch.zeros(num_tokens, dtype=torch.bool)
-        keys = [chunk.key for chunk in wanted]
-        objs = self.storage.cpu.leased(keys, owner)
-        if len(objs) < len(wanted):
-            # The lease ran out, or there was none: what is still there is as good.
-            objs = self.storage.cpu.leased(keys[: self.storage.lookup_and_lease(keys, owner)], owner)
-        loaded = wanted[: len(objs)]
-        if not loaded:
-            self.storage.release(owner)
+        plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
+        if not plan.chunks:
+            self.storage.release(plan.owner)
             on_loaded(0, 0.0)
-            return result
+            return plan.mask(len(slot_mapping))
         started = self._clock()
         try:
             completion = self.gpu_connector.batched_to_gpu(
-                objs,
-                [c.start for c in loaded],
-                [c.end for c in loaded],
-                slot_mapping=slot_mapping,
-                ordered=ordered,
+                plan.objs, plan.starts, plan.ends, slot_mapping=slot_mapping, ordered=ordered
             )
         except BaseException:
-            self.storage.release(owner)
+            self.storage.release(plan.owner)
             raise
-        self._loads.append(_Copies(completion, loaded, objs, owner, started, on_loaded=on_loaded))
-        result[max(skipped, loaded[0].start) : loaded[-1].end] = True
+        self._loads.append(plan.copies(completion, started, on_loaded))
+        result = plan.mask(len(slot_mapping))
         self.counters.loaded_tokens += int(result.sum())
         self.poll()
         return result
+
+    def retrieve_layer(
+        self,
+        tokens: Sequence[int] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        digests: bytes | None = None,
+        lookup_id: str = "",
+        on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None,
+    ) -> Generator[torch.Tensor | None, None, None]:
+        """As `retrieve`, but a layer a step, so that copies run beside the layers' attention.
+
+        It yields layers + 2 times: the mask of what will be loaded; None for each layer, whose copy is then
+        on its way while the model's stream waits for the layer before; the mask of what was loaded. Closed
+        early it ends its lease, and what it did not copy is not in the pages.
+        """
+        plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
+        connector = self.layer_connector
+        started = self._clock()
+        last: Completion = Completed()
+        finished = False
+        try:
+            copies = connector.batched_to_gpu(plan.starts, plan.ends, slot_mapping=slot_mapping)
+            next(copies)
+            yield plan.mask(len(slot_mapping))
+            for objs in layer_slices(plan.objs, connector.num_layers):
+                last = copies.send(objs)
+                yield None
+            last = next(copies)
+            finished = last.error is None
+        finally:
+            # Copies that run read the chunks until they are done, whether anybody still wants them or not.
+            self._loads.append(plan.copies(last, started, on_loaded))
+            self.poll()
+        result = plan.mask(len(slot_mapping)) & finished
+        self.counters.loaded_tokens += int(result.sum())
+        yield result
 
     # Completion
 
@@ -259,8 +355,11 @@ class LMCacheEngine:
         if not copies.completion.done():
             return False
         keys = [chunk.key for chunk in copies.chunks]
-        self.storage.cpu.publish(keys, self._clock() - copies.started)
-        self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in copies.chunks)
+        if copies.keep:
+            self.storage.cpu.publish(keys, self._clock() - copies.started)
+            self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in copies.chunks)
+        else:
+            self.storage.cpu.abandon(keys)
         copies.on_stored()
         return True
 
@@ -274,6 +373,55 @@ class LMCacheEngine:
         self.storage.release(copies.owner)
         copies.on_loaded(num_bytes, seconds)
         return True
+
+    def _plan_store(
+        self, tokens: Sequence[int] | None, mask: torch.Tensor | None, num_tokens: int, digests: bytes | None
+    ) -> _StorePlan:
+        """Reserves memory for the window's chunks that are not stored yet, up to the first without room."""
+        skipped = self._skipped(mask, num_tokens)
+        chunks = list(self.database.chunks(self._digests(tokens, digests), num_tokens))
+        if skipped % self.database.chunk_size:
+            raise ValueError(
+                f"the mask starts with {skipped} False, which is no multiple of the chunk size "
+                f"{self.database.chunk_size}; round it down"
+            )
+        plan = _StorePlan(skipped=skipped, stored=skipped, acknowledged=skipped)
+        contiguous = True
+        for chunk in chunks:
+            if chunk.end <= skipped:
+                continue
+            outcome, obj = self.storage.cpu.reserve(chunk.key, chunk.end - chunk.start)
+            if outcome is Outcome.FULL:
+                self.counters.failures["StoreNoRoom"] += 1
+                break
+            if obj is not None:
+                plan.chunks.append(chunk)
+                plan.objs.append(obj)
+            plan.stored = chunk.end
+            contiguous = contiguous and outcome is not Outcome.IN_FLIGHT
+            plan.acknowledged = chunk.end if contiguous else plan.acknowledged
+        return plan
+
+    def _plan_load(
+        self,
+        tokens: Sequence[int] | None,
+        mask: torch.Tensor | None,
+        slot_mapping: torch.Tensor,
+        digests: bytes | None,
+        lookup_id: str,
+    ) -> _LoadPlan:
+        """The window's wanted chunks that are there, from the first on without a gap, under a lease."""
+        num_tokens = len(slot_mapping)
+        skipped = self._skipped(mask, num_tokens)
+        owner = lookup_id or f"retrieve/{id(slot_mapping)}"
+        chunks = self.database.chunks(self._digests(tokens, digests), num_tokens)
+        wanted = [chunk for chunk in chunks if chunk.end > skipped]
+        keys = [chunk.key for chunk in wanted]
+        objs = self.storage.cpu.leased(keys, owner)
+        if len(objs) < len(wanted):
+            # The lease ran out, or there was none: what is still there is as good.
+            objs = self.storage.cpu.leased(keys[: self.storage.lookup_and_lease(keys, owner)], owner)
+        return _LoadPlan(wanted[: len(objs)], objs, skipped, owner)
 
     def _digests(self, tokens: Sequence[int] | None, digests: bytes | None) -> bytes:
         if digests is not None:

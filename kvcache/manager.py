@@ -12,6 +12,7 @@ from kvcache.config import LMCacheEngineConfig
 from kvcache.control.server import ControlBackend, ControlServer
 from kvcache.engine import LMCacheEngine
 from kvcache.gpu_connector.interface import GPUConnectorInterface
+from kvcache.gpu_connector.layerwise import LayerwiseConnector
 from kvcache.lookup.client import LookupClient
 from kvcache.lookup.server import LookupServer
 from kvcache.memory.allocator import ChunkAllocator, KVShape
@@ -68,6 +69,7 @@ class LMCacheManager:
         database: ChunkedTokenDatabase,
         shape: KVShape,
         gpu_connector: GPUConnectorInterface,
+        layer_connector: LayerwiseConnector | None = None,
         *,
         pin: bool,
     ) -> LMCacheEngine:
@@ -76,7 +78,8 @@ class LMCacheManager:
         Args:
             database: names the rank's chunks.
             shape: of the KV of one chunk on this rank.
-            gpu_connector: copies between the rank's pages and the chunks.
+            gpu_connector: copies between the rank's pages and the chunks, all layers at once.
+            layer_connector: the same a layer at a time; None where that is not asked for.
             pin: there is a GPU: its copies want page-locked memory.
 
         Raises:
@@ -90,7 +93,7 @@ class LMCacheManager:
             self.config.lease_timeout_s,
             lambda: region.state,
         )
-        self.engine = LMCacheEngine(database, StorageManager(tier), gpu_connector)
+        self.engine = LMCacheEngine(database, StorageManager(tier), gpu_connector, layer_connector)
         return self.engine
 
     def start_lookup_server(self, rank: int) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvcache.config import load_config
 from kvcache.control.wire import Flush, Flushed, FlushResult, rank_name, socket_path
+from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.integration.vllm.copies import Copies
@@ -145,9 +146,19 @@ class LMCacheConnectorV1Impl:
         shape = KVShape.of(connector, config.chunk_size)
         database = ChunkedTokenDatabase(config.chunk_size, self._namespace, rank, config.hash_seed)
         device = kv_caches[layers[0]].device
-        engine = manager.start_engine(database, shape, connector, pin=device.type == "cuda")
+        layered = VLLMPagedMemLayerwiseGPUConnector(layer_spec) if config.use_layerwise else None
+        if layered is not None:
+            layered.share_pages(connector)
+        engine = manager.start_engine(database, shape, connector, layered, pin=device.type == "cuda")
         self._transfer_path = connector.path
-        self._worker = WorkerSide(engine, self._block_size, rank, self._report, self.guard.caught)
+        self._worker = WorkerSide(
+            engine,
+            self._block_size,
+            rank,
+            self._report,
+            self.guard.caught,
+            layers=layers if config.use_layerwise else (),
+        )
         self.reason = ""
 
     @guarded(lambda: None)
@@ -171,7 +182,11 @@ class LMCacheConnectorV1Impl:
     @guarded(lambda: None)
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._metadata = metadata
-        if self._worker is not None and isinstance(metadata, LMCacheConnectorMetadata):
+        if not isinstance(metadata, LMCacheConnectorMetadata):
+            return
+        if self._worker is None:
+            self._report.decline(metadata)
+        else:
             self._worker.begin_step(metadata)
 
     def clear_connector_metadata(self) -> None:
@@ -199,24 +214,30 @@ class LMCacheConnectorV1Impl:
                 if request.load_spec is not None and request.load_spec.load_async:
                     self._report.finished_recving.add(request.req_id)
 
+    @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: bulk loads are done, or ordered on the GPU, before the forward starts."""
+        """In bulk there is nothing to do: loads are done, or ordered on the GPU, before the forward
+        starts."""
+        if self._worker is not None:
+            self._worker.wait_for_layer_load(layer_name)
 
+    @guarded(lambda: None)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
-        """Nothing: bulk stores happen in `wait_for_save`."""
+        """In bulk there is nothing to do: stores happen in `wait_for_save`."""
+        if self._worker is not None and isinstance(self._metadata, LMCacheConnectorMetadata):
+            self._worker.save_kv_layer(layer_name, self._metadata)
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        if self._worker is not None and self._metadata is not None and self._metadata.requests:
+        if self._worker is not None and self._metadata is not None:
             self._worker.wait_for_save(self._metadata)
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose stores are done, of those held for us, and whose asynchronous loads have ended."""
-        if self._worker is None:
-            return None, self._report.take_finished_recving() or None
-        stored, loaded = self._worker.get_finished()
-        return stored or None, loaded or None
+        if self._worker is not None:
+            self._worker.get_finished()
+        return self._report.take_finished_sending() or None, self._report.take_finished_recving() or None
 
     @guarded(lambda: set())
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvcache.config import ConfigError, load_config
 from kvcache.integration.vllm.adapter import LMCacheConnectorV1Impl
 from kvcache.integration.vllm.metadata import LMCacheConnectorMetadata
 
@@ -55,6 +56,14 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._impl = LMCacheConnectorV1Impl(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer by layer, the hooks around attention do work: they must not be captured in a graph."""
+        try:
+            return load_config(extra_config).use_layerwise
+        except ConfigError:
+            return False  # the connector says so itself when it starts
 
     @property
     def requires_kv_delivery(self) -> bool:

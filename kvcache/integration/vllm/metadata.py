@@ -132,7 +132,16 @@ class StepReport:
     invalid_block_ids: set[int] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     """Requests whose asynchronous load has ended, well or not; each is reported exactly once."""
+    finished_sending: set[str] = field(default_factory=set)
+    """Requests whose blocks were held and are not read any more; each is reported exactly once."""
     worker: LMCacheWorkerMetadata = field(default_factory=LMCacheWorkerMetadata)
+
+    def decline(self, metadata: LMCacheConnectorMetadata) -> None:
+        """A rank without a cache stores nothing, and nothing waits for it."""
+        for request in metadata.requests:
+            if request.save_spec is not None:
+                self.worker.saves[request.save_spec.save_id] = (0, 1)
+        self.finished_sending.update(metadata.held_requests)
 
     def lose(self, req_id: str, tokens: int, block_ids: Iterable[int]) -> None:
         """A request's promised tokens did not come, nor did anything else in these blocks."""
@@ -145,6 +154,10 @@ class StepReport:
 
     def take_finished_recving(self) -> set[str]:
         taken, self.finished_recving = self.finished_recving, set()
+        return taken
+
+    def take_finished_sending(self) -> set[str]:
+        taken, self.finished_sending = self.finished_sending, set()
         return taken
 
     def take_worker_metadata(self) -> LMCacheWorkerMetadata | None:

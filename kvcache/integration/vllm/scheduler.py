@@ -292,6 +292,8 @@ class SchedulerSide:
                 self.counters.hit_cache_tokens -= wrong
                 self.counters.computed_tokens += wrong
             tracker.missing_tokens = missing
+            # What the lookup found is not all there: what is computed in its place is stored.
+            tracker.asked_tokens = 0
 
     def stats(self, failures: Counter[str]) -> SchedulerStats:
         """A snapshot; safe to take from another thread, since it reads single counters."""
@@ -325,10 +327,10 @@ class SchedulerSide:
 
     def _lookup(self, tracker: RequestTracker, chain: PrefixChain) -> int:
         """Tokens from the start that all ranks have, leased to the request."""
-        usable = len(tracker.request.all_token_ids) - self._config.skip_last_n_tokens
+        usable = self._storable(len(tracker.request.all_token_ids) - self._config.skip_last_n_tokens)
         _extend(chain, tracker.request, usable)
         digests = bytes(chain.digests[: usable // self._config.chunk_size * DIGEST_BYTES])
-        if self._config.save_unfull_chunk and usable == chain.num_tokens:
+        if usable % self._config.chunk_size and usable == chain.num_tokens:
             digests += chain.tail_digest() or b""
         if not digests:
             return 0
@@ -402,12 +404,15 @@ class SchedulerSide:
         if self._config.save_decode_cache:
             # Tokens scheduled behind the prompt may be drafts; those computed by earlier steps are accepted.
             there = max(there, min(computed, len(tracker.request.all_token_ids)))
-        end = self._floor(there)
-        if self._config.save_unfull_chunk and there == prompt:
-            end = there
+        end = self._storable(there) if there == prompt else self._floor(there)
         if end <= tracker.asked_tokens:
             return None
         _extend(chain, tracker.request, end)
+        if chain.num_tokens > end:
+            # Hashed on for a lookup behind the prompt: a partial chunk that ends here has no digest any more.
+            end = self._floor(end)
+            if end <= tracker.asked_tokens:
+                return None
         skip = 0 if self._role == "kv_producer" else self._floor(tracker.asked_tokens)
         tracker.asked_tokens = end
         save_id, self._next_save = self._next_save, self._next_save + 1
@@ -451,6 +456,12 @@ class SchedulerSide:
 
     def _floor(self, tokens: int) -> int:
         return tokens // self._config.chunk_size * self._config.chunk_size
+
+    def _storable(self, tokens: int) -> int:
+        """How many of a sequence's tokens are looked up or stored: whole chunks, or else whole blocks, since
+        a page's bytes need not be in the order of its tokens."""
+        unit = self._block_size if self._config.save_unfull_chunk else self._config.chunk_size
+        return max(0, tokens) // unit * unit
 
     def _chunk_end(self, chain: PrefixChain, tokens: int) -> int:
         """The end of the chunk that the token before `tokens` lies in, cut to what the sequence has."""

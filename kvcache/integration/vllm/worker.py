@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from kvcache.engine import LMCacheEngine
+from kvcache.integration.vllm.layerwise import LayerwiseStep
 from kvcache.integration.vllm.metadata import (
     LMCacheConnectorMetadata,
     LoadSpec,
@@ -35,6 +37,7 @@ class WorkerSide:
         rank: of tensor x pipeline parallelism.
         report: collects what the scheduler must hear.
         caught: called with the name of the hook and the error when one request's load or store failed.
+        layers: names of the layers if loads and stores go layer by layer; empty to move all at once.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class WorkerSide:
         rank: int,
         report: StepReport,
         caught: Callable[[str, Exception], None],
+        layers: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self._block_size = block_size
@@ -53,6 +57,8 @@ class WorkerSide:
         self._stores_of: Counter[str] = Counter()
         """Stores that still read a request's blocks."""
         self._held: set[str] = set()
+        self._step = LayerwiseStep(layers, caught) if layers else None
+        self._storing = False
 
     def begin_step(self, metadata: LMCacheConnectorMetadata) -> None:
         """Takes note of finished requests whose blocks vLLM keeps for their stores."""
@@ -74,22 +80,42 @@ class WorkerSide:
             if request.load_spec is not None and request.load_spec.can_load:
                 self._load(request, request.load_spec, lease_owner(session, request.req_id))
 
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Layerwise: the layer's pages are filled before whatever the model's stream is given next."""
+        if self._step is not None:
+            self._step.before_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
+        """Layerwise: starts to store the layer. The first layer's hook opens the step's stores."""
+        if self._step is None:
+            return
+        if not self._storing:
+            self._storing = True
+            for request in metadata.requests:
+                if request.save_spec is not None and request.save_spec.can_save:
+                    self._store(request, request.save_spec)
+        self._step.after_layer(layer_name)
+
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
         """Starts to store what this step has computed. The pages stay as they are until that is done: no
         token is written twice, and blocks are not given away before (`get_finished`,
         `handle_preemptions`)."""
-        for request in metadata.requests:
-            if request.save_spec is not None and request.save_spec.can_save:
-                self._store(request, request.save_spec)
+        if self._step is not None and self._storing:
+            self._storing = False
+        else:
+            # In bulk, or in a step in which the layers' hooks were not called.
+            for request in metadata.requests:
+                if request.save_spec is not None and request.save_spec.can_save:
+                    self._store(request, request.save_spec, bulk=True)
+        if self._step is not None:
+            self._step.finish()
 
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks are not read any more, and requests whose asynchronous loads have ended."""
+    def get_finished(self) -> None:
+        """Reports the requests whose blocks are not read any more, and whose asynchronous loads have ended."""
         self.engine.poll()
         done = {req_id for req_id in self._held if not self._stores_of[req_id]}
         self._held -= done
-        for req_id in done:
-            del self._stores_of[req_id]
-        return done, self._report.take_finished_recving()
+        self._report.finished_sending |= done
 
     def stats(self, namespace: bytes, transfer_path: str, failures: Counter[str]) -> RankStats:
         """A snapshot; safe to take from another thread."""
@@ -110,29 +136,39 @@ class WorkerSide:
 
     def _load(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
         slots = request.slot_mapping(self._block_size)
-        # Window positions. vLLM's own pages stay untouched, and so does the page of what is left to compute.
+        # Window positions. vLLM's own pages stay untouched. A page is loaded whole, also where its last token
+        # is left to compute: vLLM on the CPU orders a page's bytes so that no part of it is some tokens' KV.
         first, last = (
             tokens - request.first_token for tokens in (spec.vllm_cached_tokens, spec.lmcache_cached_tokens)
         )
-        slots[:first] = slots[last:] = -1
+        slots[:first] = slots[-(-last // self._block_size) * self._block_size :] = -1
         wanted = torch.ones(len(slots), dtype=torch.bool)
         wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
-        loaded = first
         ended = partial(self._loaded, request.req_id, spec.load_async)
+        check = partial(self._check_load, request, first, last)
+        window: dict[str, Any] = {
+            "mask": wanted,
+            "slot_mapping": slots,
+            "digests": request.digests,
+            "lookup_id": owner,
+            "on_loaded": ended,
+        }
+        if self._step is not None and not spec.load_async:
+            self._step.add_load(self.engine.retrieve_layer(**window), check)
+            return
         try:
-            there = self.engine.retrieve(
-                mask=wanted,
-                slot_mapping=slots,
-                digests=request.digests,
-                lookup_id=owner,
-                ordered=not spec.load_async,
-                on_loaded=ended,
-            )
-            missing = (~there[first:last]).nonzero()
-            loaded = last if not len(missing) else first + int(missing[0])
+            check(self.engine.retrieve(**window, ordered=not spec.load_async))
         except Exception as error:
             self._caught("retrieve", error)
             ended(0, 0.0)
+            check(None)
+
+    def _check_load(self, request: ReqMeta, first: int, last: int, there: torch.Tensor | None) -> None:
+        """Reports what of the window's `[first, last)` did not come; `there` None stands for all of it."""
+        loaded = first
+        if there is not None:
+            missing = (~there[first:last]).nonzero()
+            loaded = last if not len(missing) else first + int(missing[0])
         if loaded < last:
             self.record_failed_blocks(request, last - loaded, loaded)
         else:
@@ -150,15 +186,24 @@ class WorkerSide:
         self.engine.counters.load_failed_tokens += tokens
         self.engine.counters.failures["LoadIncomplete"] += 1
 
-    def _store(self, request: ReqMeta, spec: SaveSpec) -> None:
+    def _store(self, request: ReqMeta, spec: SaveSpec, *, bulk: bool = False) -> None:
         slots = request.slot_mapping(self._block_size)
         mask = torch.ones(len(slots), dtype=torch.bool)
         skipped = max(0, spec.skip_leading_tokens - request.first_token)
         mask[:skipped] = False
         acknowledge = partial(self._stored, request.req_id, spec.save_id, request.first_token)
         self._stores_of[request.req_id] += 1
+        window: dict[str, Any] = {
+            "mask": mask,
+            "slot_mapping": slots,
+            "digests": request.digests,
+            "on_stored": acknowledge,
+        }
+        if self._step is not None and not bulk:
+            self._step.add_store(self.engine.store_layer(**window))
+            return
         try:
-            self.engine.store(mask=mask, slot_mapping=slots, digests=request.digests, on_stored=acknowledge)
+            self.engine.store(**window)
         except Exception as error:
             self._caught("store", error)
             acknowledge(skipped)
