@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CustomResourceDefinition, generated from the models, so that there is one description of the resource.
+
+pydantic writes JSON Schema; Kubernetes takes the structural subset of it: no references, no `const`, no
+`title`, `nullable` in place of a union with null, and no `additionalProperties: false` beside `properties`
+(unknown keys are pruned or refused by the server itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvcache_operator import GROUP, KIND, PLURAL, VERSION
+from kvcache_operator.models import KVCacheSpec, Status
+
+_COLUMNS = (
+    ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Desired", "integer", ".spec.replicas", 0),
+    ("Up", "integer", ".status.readyReplicas", 0),
+    ("Model", "string", ".spec.model.name", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+"""Name, type, path and priority; columns of priority 1 show with `-o wide`."""
+
+_DROPPED = ("title", "const", "additionalProperties", "$defs")
+
+
+def crd() -> dict[str, Any]:
+    """The definition of KVCache as a Kubernetes object."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["kvc"],
+                "categories": ["inference"],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def _version() -> dict[str, Any]:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "description": "A model served by vLLM with a cache of keys and values.",
+        "required": ["spec"],
+        "properties": {
+            "spec": structural(KVCacheSpec.model_json_schema()),
+            "status": structural(Status.model_json_schema()),
+        },
+    }
+    schema["properties"]["status"]["properties"]["conditions"] |= {
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+    }
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, "priority": priority}
+            for name, kind, path, priority in _COLUMNS
+        ],
+    }
+
+
+def structural(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON Schema of pydantic as a structural schema of Kubernetes."""
+    return _node(schema, schema.get("$defs", {}))
+
+
+def _node(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    node = dict(schema)
+    reference = node.pop("$ref", None)
+    if reference is not None:
+        # A field's own description and default stand beside its reference and win over those of its type.
+        node = {**definitions[reference.rpartition("/")[2]], **node}
+    alternatives = [part for part in node.get("anyOf", ()) if part != {"type": "null"}]
+    if "x-kubernetes-int-or-string" not in node and alternatives:
+        # `X | None`: a field that may be left out, which is what absence from `required` says.
+        del node["anyOf"]
+        return _node({**alternatives[0], **node}, definitions)
+    kept = {key: value for key, value in node.items() if key not in _DROPPED}
+    # Null is absence, and an empty text as a default is taken for null by older servers.
+    if kept.get("default", 0) in (None, ""):
+        del kept["default"]
+    if "const" in node:
+        kept["enum"] = [node["const"]]
+    if "description" in kept:
+        kept["description"] = " ".join(kept["description"].split())
+    if "default" in kept and "properties" in kept:
+        # The server fills an empty object with the defaults of its properties.
+        kept["default"] = {}
+    if "properties" in kept:
+        kept["properties"] = {name: _node(part, definitions) for name, part in kept["properties"].items()}
+    if "items" in kept:
+        kept["items"] = _node(kept["items"], definitions)
+    return kept
