@@ -214,7 +214,7 @@ void register_transfer(py::module_& m) {
             },
             "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
             "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0, "blocks"_a = 0)
-        .def("join", &StagingRing::join, "stream"_a, py::call_guard<py::gil_scoped_release>());
+        .def("record", &StagingRing::record, "event"_a, py::call_guard<py::gil_scoped_release>());
 }
 
 void register_rotary(py::module_& m) {

@@ -270,11 +270,11 @@ class StagingRing:
         """`batched_kv_transfer` of token-major chunks through the ring.
 
         The kernels run on `stream`, the DMAs on the ring's own stream: those of a load do not wait for what
-        is on `stream`; those of a store end after it, see `join`.
+        is on `stream`; those of a store end after it, see `record`.
         """
 
-    def join(self, stream: int) -> None:
-        """Makes `stream` wait for all DMAs so far."""
+    def record(self, event: int) -> None:
+        """Records a CUDA event (its handle) behind all DMAs so far; no stream waits for them."""
 
 # rotation and zeroing
 

@@ -24,7 +24,6 @@ class CudaRing final : public StagingRing {
         cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
         cuda_check(cudaStreamCreateWithPriority(&copies_, cudaStreamNonBlocking, greatest),
                    "cudaStreamCreate");
-        cuda_check(cudaEventCreateWithFlags(&tail_, cudaEventDisableTiming), "cudaEventCreate");
         slots_.resize(static_cast<size_t>(num_slots));
         for (size_t i = 0; i < slots_.size(); ++i) {
             slots_[i].address = reinterpret_cast<uint64_t>(memory_) + i * slot_bytes;
@@ -44,7 +43,6 @@ class CudaRing final : public StagingRing {
             cudaEventDestroy(slot.empty);
         }
         cudaStreamSynchronize(copies_);
-        cudaEventDestroy(tail_);
         cudaStreamDestroy(copies_);
         cudaFree(memory_);
         cudaSetDevice(former);
@@ -64,7 +62,9 @@ class CudaRing final : public StagingRing {
                 launch.add(piece(pages, plan.parts[i], slots_[slot].address));
             slot = (slot + 1) % slots_.size();
         }
-        launch.upload(kernels);
+        // A load's tables go the way of its DMAs: on the kernels' stream they would wait for the kernels of the
+        // batch before, and the DMAs behind them in the copy engine's queue with them.
+        launch.upload(batch.store ? kernels : copies_);
         for (const Segment& segment : plan.segments) {
             if (batch.store)
                 store(launch, plan, segment, kernels, blocks);
@@ -75,11 +75,10 @@ class CudaRing final : public StagingRing {
         launch.done(kernels);
     }
 
-    void join(uint64_t stream) override {
+    void record(uint64_t event) override {
         const std::lock_guard lock(mutex_);
         const DeviceScope scope(device_);
-        cuda_check(cudaEventRecord(tail_, copies_), "cudaEventRecord");
-        cuda_check(cudaStreamWaitEvent(stream_of(stream), tail_, 0), "cudaStreamWaitEvent");
+        cuda_check(cudaEventRecord(reinterpret_cast<cudaEvent_t>(event), copies_), "cudaEventRecord");
     }
 
   private:
@@ -145,7 +144,6 @@ class CudaRing final : public StagingRing {
     size_t slot_bytes_;
     void* memory_ = nullptr;
     cudaStream_t copies_ = nullptr;
-    cudaEvent_t tail_ = nullptr;
     std::vector<Slot> slots_;
     size_t next_ = 0;
     std::mutex mutex_;

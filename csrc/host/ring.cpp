@@ -34,7 +34,7 @@ class HostRing final : public StagingRing {
         }
     }
 
-    void join(uint64_t) override {}
+    void record(uint64_t) override {}
 
   private:
     size_t slot_bytes_, num_slots_;

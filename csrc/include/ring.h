@@ -17,10 +17,11 @@ class StagingRing {
     virtual ~StagingRing() = default;
     // Queues a checked batch. Kernels run on `stream` with `blocks` thread blocks; the DMAs run on the ring's
     // own stream: those of a load do not wait for what is on `stream`, those of a store may end after it (see
-    // join).
+    // record).
     virtual void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) = 0;
-    // Makes `stream` wait for all DMAs queued so far.
-    virtual void join(uint64_t stream) = 0;
+    // Records an event (a cudaEvent_t) behind all DMAs queued so far. No stream waits: the kernels of the next
+    // store run beside the DMAs of this one.
+    virtual void record(uint64_t event) = 0;
 };
 
 // Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0, and

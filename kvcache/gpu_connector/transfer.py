@@ -145,8 +145,9 @@ class PageTransfer:
         pages_done = stream.record_event()
         if way.way is not Way.STAGED:
             return EventCompletion(pages_done)
-        self._ring(True).join(stream.cuda_stream)
-        return EventCompletion(stream.record_event(), pages_done)
+        copied = stream.record_event()
+        self._ring(True).record(copied.cuda_event)  # once more, behind the DMAs
+        return EventCompletion(copied, pages_done)
 
     def load(
         self,
