@@ -38,9 +38,15 @@ class PagedKV:
         views: uint8 [B, N, planes, H, head bytes], the same memory, one a layer.
     """
 
+    layout: str
     spec: LayerSpec
+    storage: torch.Tensor
     tensors: list[torch.Tensor]
     views: list[torch.Tensor]
+
+    def to(self, device: str) -> PagedKV:
+        """A copy with the same bytes and strides on a device."""
+        return _over(self.layout, self.spec, self.storage.to(device, copy=True))
 
     @property
     def slots(self) -> int:
@@ -74,24 +80,11 @@ def make_kv(
     mla = layout.startswith("MLA")
     heads = 1 if mla else heads
     name = layout.removeprefix("MLA ")
-    planes = 1 if mla else 2
     size = {"L": layers, "B": blocks, "N": block_size, "H": heads, "1": 1, "2": 2}
-    content = head_size * dtype.itemsize
-    size["D"], size["C"] = content, planes * content
-
-    physical = name if "L" in name else "L" + name
-    storage = torch.randint(0, 256, [size[axis] for axis in physical], dtype=torch.uint8).to(device)
-    axes = physical.replace("L", "")
-    per_layer = [storage.select(physical.index("L"), layer) for layer in range(layers)]
-
-    # vLLM names the axes B, H, N, C whatever their order in memory is.
-    logical = axes
-    if "L" in name and not mla:
-        logical = "BHNC"
-    elif name == "BLNC":
-        logical = "BNC"
-    per_layer = [layer.permute([axes.index(axis) for axis in logical]) for layer in per_layer]
-    views = [_as_tokens(layer, logical, planes, content) for layer in per_layer]
+    size["D"] = head_size * dtype.itemsize
+    size["C"] = size["D"] * (1 if mla else 2)
+    shape = [size[axis] for axis in _physical(name)]
+    storage = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
     spec = LayerSpec(
         block_size=block_size,
         num_kv_heads=heads,
@@ -100,7 +93,30 @@ def make_kv(
         num_blocks=blocks,
         use_mla=mla,
     )
-    return PagedKV(spec, [layer.view(dtype) for layer in per_layer], views)
+    return _over(layout, spec, storage)
+
+
+def _physical(name: str) -> str:
+    return name if "L" in name else "L" + name
+
+
+def _over(layout: str, spec: LayerSpec, storage: torch.Tensor) -> PagedKV:
+    """The layers' tensors over storage whose dimensions are the layout's."""
+    name = layout.removeprefix("MLA ")
+    physical = _physical(name)
+    axes = physical.replace("L", "")
+    at = physical.index("L")
+    per_layer = [storage.select(at, layer) for layer in range(storage.shape[at])]
+    # vLLM names the axes B, H, N, C whatever their order in memory is.
+    logical = axes
+    if "L" in name and not spec.use_mla:
+        logical = "BHNC"
+    elif name == "BLNC":
+        logical = "BNC"
+    per_layer = [layer.permute([axes.index(axis) for axis in logical]) for layer in per_layer]
+    content = spec.head_size * spec.dtype.itemsize
+    views = [_as_tokens(layer, logical, spec.planes, content) for layer in per_layer]
+    return PagedKV(layout, spec, storage, [layer.view(spec.dtype) for layer in per_layer], views)
 
 
 def _as_tokens(layer: torch.Tensor, axes: str, planes: int, content: int) -> torch.Tensor:

@@ -135,6 +135,29 @@ def test_unilateral_pools() -> None:
         assert torch.equal(packed[layer, :, 1], values[layer][slots])
 
 
+def test_offsets_above_two_to_the_31_elements() -> None:
+    """Address space only: 6 GiB are mapped, a few pages of them are touched."""
+    layout = _native.PagedLayout(
+        kv_stride=3 << 30, block_stride=16 * 4096, token_stride=4096, head_stride=256, heads=16,
+        head_bytes=256, block_size=16, num_blocks=(3 << 30) // (16 * 4096), planes=2,
+    )  # fmt: skip
+    region = _native.HostRegion(layout.extent)
+    raw = np.frombuffer(memoryview(region), dtype=np.uint8)
+    pages = _native.Pages(np.array([region.address], dtype=np.uint64), layout)
+    slots = np.array([layout.num_slots - 1, 0, 700_001])
+    data = torch.randint(0, 256, (3, 2, 4096), dtype=torch.uint8)
+    _native.multi_layer_kv_transfer(pages, data.data_ptr(), slots, False)
+    for token, slot in enumerate(slots.tolist()):
+        for plane in range(2):
+            at = plane * (3 << 30) + slot * 4096
+            assert np.array_equal(raw[at : at + 4096], data[token, plane].numpy())
+    back = torch.zeros_like(data)
+    _native.multi_layer_kv_transfer(pages, back.data_ptr(), slots, True)
+    assert torch.equal(back, data)
+    del raw
+    region.close()
+
+
 def test_large_batches_take_the_streaming_copy_unharmed() -> None:
     """Above the cache's size stores bypass it; rows that start and end anywhere must survive that."""
     layout = _native.PagedLayout(

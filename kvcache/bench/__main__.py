@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m kvcache.bench transfer [--device cpu|cuda] [--json FILE]`, `... hash`, `... alloc`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcache.bench.alloc import alloc_results
+from kvcache.bench.hashing import hash_results
+from kvcache.bench.lmcache_kernel import lmcache_results
+from kvcache.bench.machine import machine
+from kvcache.bench.serving_cli import SERVING, add_parsers, run
+from kvcache.bench.shapes import SHAPES
+from kvcache.bench.transfer import overlap_results, transfer_results
+from kvcache.gpu_connector.transfer import RING_SLOT_BYTES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvcache.bench", description="Measures the data plane.")
+    what = parser.add_subparsers(dest="what", required=True)
+    transfer = what.add_parser("transfer", help="KV between pages and chunks, by layout and way")
+    transfer.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    transfer.add_argument(
+        "--shape", action="append", help="only shapes of this name, such as 8B; may be repeated"
+    )
+    transfer.add_argument("--bytes", type=int, default=0, help="bytes that one measurement moves")
+    transfer.add_argument(
+        "--ring-slot-mib", type=int, default=RING_SLOT_BYTES >> 20, help="size of a staging ring's slots"
+    )
+    transfer.add_argument("--no-overlap", action="store_true", help="leave out both directions at once")
+    for part in (
+        transfer,
+        what.add_parser("hash", help="chained hashes"),
+        what.add_parser("alloc", help="chunks"),
+    ):
+        part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    for part in add_parsers(what):
+        part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = parser.parse_args(arguments)
+    report: dict[str, Any] = {"machine": machine(), "what": options.what}
+    print(json.dumps(report["machine"]))
+    try:
+        report |= _MEASURES[options.what](options)
+    except (RuntimeError, ValueError) as error:
+        print(f"bench {options.what}: {error}", file=sys.stderr)
+        return 1
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _transfer(options: argparse.Namespace) -> dict[str, Any]:
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name, 0) if name == "cuda" else torch.device("cpu")
+    shapes = None
+    if options.shape:
+        shapes = [shape for shape in SHAPES if shape.name in options.shape]
+        if not shapes:
+            raise ValueError(
+                f"no shape is named {', '.join(options.shape)}; there are {sorted({s.name for s in SHAPES})}"
+            )
+    report: dict[str, Any] = {}
+    report["transfer"] = _rows(
+        (
+            dataclasses.asdict(result) | {"ratio": result.ratio}
+            for result in transfer_results(
+                device,
+                shapes=shapes,
+                total_bytes=options.bytes,
+                ring_slot_bytes=options.ring_slot_mib << 20,
+            )
+        ),
+        "shape axes dtype block_size chunk_tokens direction way blocks rate plain_rate ratio submit_ms",
+    )
+    if name == "cuda":
+        report["lmcache"] = _rows(lmcache_results(device), "direction rate plain_rate ratio submit_ms")
+        if not options.no_overlap:
+            report["overlap"] = _rows(
+                map(dataclasses.asdict, overlap_results(device)),
+                "blocks both_rate plain_both_rate matmul_ms matmul_busy_ms",
+            )
+    return report
+
+
+def _hash(options: argparse.Namespace) -> dict[str, Any]:
+    rows = (dataclasses.asdict(result) | {"ratio": result.ratio} for result in hash_results())
+    return {"hash": _rows(rows, "tokens chunk_tokens chained_us plain_us plain_whole_us ratio")}
+
+
+def _alloc(options: argparse.Namespace) -> dict[str, Any]:
+    return {"alloc": _rows(map(dataclasses.asdict, alloc_results()), "chunks pair_ns random_pair_ns")}
+
+
+def _serving(options: argparse.Namespace) -> dict[str, Any]:
+    return {options.what: run(options)[0]}
+
+
+_MEASURES = {**dict.fromkeys(SERVING, _serving), "transfer": _transfer, "hash": _hash, "alloc": _alloc}
+
+
+def _rows(rows: Iterable[dict[str, Any]], columns: str) -> list[dict[str, Any]]:
+    """Prints the rows as they come, and returns them."""
+    seen: list[dict[str, Any]] = []
+    for row in rows:
+        if not seen:
+            print(columns.replace(" ", "\t"))
+        values = (row[column] for column in columns.split())
+        texts = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in values)
+        print("\t".join(texts), flush=True)
+        seen.append(row)
+    return seen
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving benches: what a hit saves, what a miss costs, and what a load does to others.
+
+One process an engine, one after another, on prompts of the same lengths; medians of several repetitions, the
+first left out. This module is also what the child processes run:
+`python -m kvcache.bench.serving NAME SETUP OPTIONS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvcache.bench.engines import GPU_HIT, MARK, PLAIN, Engine, Setup, available, emit
+
+_SETTLE_S = 1.0
+"""For stores that run behind the request."""
+
+
+def ttft(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
+    """Time to first token, cold and as a hit after vLLM forgot the prompt (`gpu-hit`: while it did not)."""
+    for _ in range(2):
+        engine.run(engine.prompt(min(1000, setup.max_model_len // 4)), 4)
+    for tokens in options["tokens"]:
+        cold, hit, equal, cached = [], [], 0, 0
+        for repetition in range(options["repetitions"] + 1):
+            prompt = engine.prompt(tokens)
+            cold_s, first, _ = engine.run(prompt)
+            time.sleep(_SETTLE_S)
+            if setup.mode not in (GPU_HIT, PLAIN):
+                engine.forget()
+            hit_s, again, cached = engine.run(prompt)
+            equal += first == again
+            if repetition:
+                cold.append(cold_s)
+                hit.append(hit_s)
+        emit(tokens=tokens, cold_ms=_ms(cold), hit_ms=_ms(hit), cached=cached, equal=equal == len(cold) + 1)
+
+
+def miss(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
+    """Throughput of prompts never seen again: what a cache costs that never hits."""
+    requests, tokens, output = options["requests"], options["tokens"][0], options["output"]
+    seconds = []
+    for _ in range(options["repetitions"] + 1):
+        prompts = [{"prompt_token_ids": engine.prompt(tokens)} for _ in range(requests)]
+        started = time.perf_counter()
+        engine.llm.generate(prompts, engine.params(output), use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+    rate = [requests * (tokens + output) / s for s in seconds[1:]]
+    emit(
+        tokens=tokens,
+        tokens_per_s=round(statistics.median(rate)),
+        low=round(min(rate)),
+        high=round(max(rate)),
+    )
+
+
+def interfere(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
+    """Requests that decode while one long hit comes back: gaps between their tokens, and its first token."""
+    tokens, others = options["tokens"][0], options["requests"]
+    rows = [_interfere_once(engine, tokens, others, f"r{n}") for n in range(options["repetitions"] + 1)][1:]
+    names = ("alone_p50_ms", "beside_p50_ms", "beside_max_ms", "hit_ttft_ms")
+    medians = {
+        name: round(statistics.median(column), 2)
+        for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
+    emit(tokens=tokens, **medians)
+
+
+def _interfere_once(engine: Engine, tokens: int, others: int, name: str) -> tuple[float, float, float, float]:
+    big = engine.prompt(tokens)
+    _, expected, _ = engine.run(big)
+    time.sleep(_SETTLE_S)
+    engine.forget()
+    core = engine.llm.llm_engine
+    for number in range(others):
+        core.add_request(f"{name}-{number}", {"prompt_token_ids": engine.prompt(512)}, engine.params(300))
+    gaps: list[tuple[float, float]] = []
+    last = added = first = 0.0
+    steps = 0
+    while core.has_unfinished_requests():
+        outputs = core.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.request_id == name and not first and output.outputs and output.outputs[0].token_ids:
+                first = now
+                if list(output.outputs[0].token_ids) != expected:
+                    raise RuntimeError("the hit's answer differs from the cold one")
+        if any(output.request_id != name for output in outputs):
+            if last:
+                gaps.append((now, now - last))
+            last, steps = now, steps + 1
+            if steps == 120:
+                added = now
+                core.add_request(name, {"prompt_token_ids": big}, engine.params(1))
+    alone = [gap for at, gap in gaps[20:] if at < added]
+    beside = [gap for at, gap in gaps if added <= at <= first + 0.02]
+    return (
+        1e3 * statistics.median(alone),
+        1e3 * statistics.median(beside),
+        1e3 * max(beside),
+        1e3 * (first - added),
+    )
+
+
+RUNS: dict[str, Callable[[Engine, Setup, dict[str, Any]], None]] = {
+    "ttft": ttft,
+    "miss": miss,
+    "interfere": interfere,
+}
+
+
+def compare(name: str, setups: Sequence[Setup], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Runs a bench on one engine after another, each in a process of its own; its figures as they come.
+
+    A mode that cannot run here yields its reason, one that fails the last lines that it printed.
+    """
+    for setup in setups:
+        reason = available(setup.mode, setup.device)
+        if reason:
+            yield {"mode": setup.mode, "left_out": reason}
+            continue
+        arguments = [name, json.dumps(dataclasses.asdict(setup)), json.dumps(options)]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcache.bench.serving", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        figures = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
+        yield from ({"mode": setup.mode, **json.loads(line)} for line in figures)
+        if done.returncode or not figures:
+            yield {"mode": setup.mode, "failed": (done.stdout + done.stderr)[-2000:]}
+
+
+def _ms(seconds: list[float]) -> float:
+    return round(1e3 * statistics.median(seconds), 1)
+
+
+if __name__ == "__main__":
+    bench, setup_json, options_json = sys.argv[1:]
+    the_setup = Setup(**json.loads(setup_json))
+    RUNS[bench](Engine(the_setup, seed=7), the_setup, json.loads(options_json))
