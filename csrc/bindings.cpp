@@ -68,7 +68,8 @@ void register_memory(py::module_& m) {
     py::class_<HostRegion>(m, "HostRegion", py::buffer_protocol())
         .def(py::init<size_t, bool>(), "capacity"_a, "huge_pages"_a = true)
         .def("prepare", &HostRegion::prepare, "pin"_a, "granule"_a, "required"_a = false, "numa_node"_a = -1,
-             "populate"_a = true)
+             "populate"_a = true, "hold"_a = false)
+        .def("start_pinning", &HostRegion::start_pinning)
         .def("close", &HostRegion::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly(
             "address", [](const HostRegion& region) { return reinterpret_cast<uintptr_t>(region.address()); })

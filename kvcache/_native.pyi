@@ -59,9 +59,13 @@ class HostRegion:
         required: bool = False,
         numa_node: int = -1,
         populate: bool = True,
+        hold: bool = False,
     ) -> None:
-        """Starts the background work. No multiple of `granule` bytes straddles two page-locked pieces."""
+        """Starts the background work. No multiple of `granule` bytes straddles two page-locked pieces. With
+        `hold` nothing is page-locked before `start_pinning`.
+        """
 
+    def start_pinning(self) -> None: ...
     def close(self) -> None: ...
     @property
     def address(self) -> int: ...

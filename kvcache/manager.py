@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from kvcache import _native
 from kvcache.config import LMCacheEngineConfig
 from kvcache.control.server import ControlBackend, ControlServer
 from kvcache.engine import LMCacheEngine
-from kvcache.gpu_connector.interface import GPUConnectorInterface
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
+from kvcache.gpu_connector.paged import BulkConnector
 from kvcache.lookup.client import LookupClient
 from kvcache.lookup.server import LookupServer
 from kvcache.memory.allocator import ChunkAllocator, KVShape
@@ -21,6 +24,9 @@ from kvcache.storage.manager import StorageManager
 from kvcache.storage.policies import POLICIES
 from kvcache.storage.tiers.cpu import CpuTier
 from kvcache.tokens.database import ChunkedTokenDatabase
+
+_STATES = {"Pinned": "Ready"}
+"""Of page-locked memory, as the tier's state: `Pinning` serves already, `PinningFailed` serves slowly."""
 
 
 class _EngineLookups:
@@ -63,15 +69,16 @@ class LMCacheManager:
         self.lookup_client: LookupClient | None = None
         self._lookup_server: LookupServer | None = None
         self._control_server: ControlServer | None = None
+        self._region: HostRegion | None = None
 
     def start_engine(
         self,
         database: ChunkedTokenDatabase,
         shape: KVShape,
-        gpu_connector: GPUConnectorInterface,
+        gpu_connector: BulkConnector,
         layer_connector: LayerwiseConnector | None = None,
         *,
-        pin: bool,
+        device: torch.device,
     ) -> LMCacheEngine:
         """Makes the engine of a rank.
 
@@ -80,21 +87,37 @@ class LMCacheManager:
             shape: of the KV of one chunk on this rank.
             gpu_connector: copies between the rank's pages and the chunks, all layers at once.
             layer_connector: the same a layer at a time; None where that is not asked for.
-            pin: there is a GPU: its copies want page-locked memory.
+            device: of the pages. A GPU's copies want page-locked memory on its side of the machine.
 
         Raises:
             OSError: the region cannot be reserved.
         """
         cpu = self.config.tiers.cpu
-        region = HostRegion(cpu.capacity, pin=cpu.pinning if pin else "Disabled")
+        on_gpu = device.type == "cuda"
+        region = HostRegion(
+            cpu.capacity,
+            pin=cpu.pinning if on_gpu else "Disabled",
+            numa_node=_native.numa_node(device.index or 0) if on_gpu else -1,
+            hold=True,
+        )
+        self._region = region
+        # Pageable is what was asked for where there is no GPU.
+        state = (lambda: _STATES.get(region.state, region.state)) if on_gpu else (lambda: "Ready")
         tier = CpuTier(
             ChunkAllocator(region, shape),
             POLICIES[cpu.eviction](),
             self.config.lease_timeout_s,
-            lambda: region.state,
+            state,
         )
         self.engine = LMCacheEngine(database, StorageManager(tier), gpu_connector, layer_connector)
         return self.engine
+
+    def start_pinning(self) -> None:
+        """vLLM has captured its CUDA graphs, which page-locking may break: from now on memory may be locked
+        Idempotent.
+        """
+        if self._region is not None:
+            self._region.start_pinning()
 
     def start_lookup_server(self, rank: int) -> None:
         """Answers the scheduler's lookups, with nothing stored where there is no engine. Raises IpcError."""
@@ -120,4 +143,4 @@ class LMCacheManager:
         self._control_server = self._lookup_server = self.lookup_client = None
         if self.engine is not None:
             self.engine.close()
-            self.engine = None
+            self.engine = self._region = None

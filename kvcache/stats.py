@@ -33,6 +33,21 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     write_seconds: float
 
 
+class WayStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank's bytes cross the link in one direction: chosen by measurement when it started."""
+
+    direction: str
+    """`store` or `load`."""
+    way: str
+    """`host`, `staged`, `direct` or `batched_dma`."""
+    multiprocessors: int
+    """Of the GPU, that the way keeps busy; 0 without a kernel."""
+    bytes_per_second: float
+    """Measured; 0 where nothing was measured, as on the CPU."""
+    link_bytes_per_second: float
+    """A plain page-locked copy in the same run."""
+
+
 class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process (one rank of tensor x pipeline parallelism)."""
 
@@ -52,6 +67,7 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]
     """Reason in CamelCase to count: everything that a guard caught or a request lost."""
     tiers: list[TierStats]
+    ways: list[WayStats] = []
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,8 +23,13 @@ int cuda_device_count(std::string* why) {
 }
 
 std::string pin(void* address, size_t bytes) {
+    // Another thread may be capturing a graph: a call like this one would break its capture, unless this
+    // thread says that it has nothing to do with captures.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
     const cudaError_t status =
         cudaHostRegister(address, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    cudaThreadExchangeStreamCaptureMode(&mode);
     if (status == cudaSuccess) return {};
     cudaGetLastError();
     return cudaGetErrorString(status);

@@ -69,7 +69,7 @@ HostRegion::HostRegion(size_t capacity, bool huge_pages) : capacity_(capacity) {
 
 HostRegion::~HostRegion() { close(); }
 
-void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node, bool populate) {
+void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node, bool populate, bool hold) {
     if (base_ == nullptr || prepared_)
         throw std::invalid_argument("HostRegion: prepare() is called once, before close()");
     if (granule == 0 || granule > capacity_)
@@ -87,28 +87,50 @@ void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node,
         reason_ = why;
     }
     required_ = required;
+    may_pin_ = !hold;
     state_ = lock ? PinState::Pinning : PinState::Pageable;
     prepared_ = true;
     if (lock || populate) worker_ = std::thread([this, lock, granule] { run(lock, granule); });
 }
 
+void HostRegion::start_pinning() {
+    {
+        const std::lock_guard guard(mutex_);
+        may_pin_ = true;
+    }
+    wake_.notify_all();
+}
+
+bool HostRegion::may_pin(bool wait) {
+    std::unique_lock lock(mutex_);
+    if (wait) wake_.wait(lock, [this] { return may_pin_ || stop_; });
+    return may_pin_;
+}
+
 void HostRegion::run(bool pin_pieces, size_t granule) {
     setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kNice);
     const size_t piece = std::max(kPiece / granule, size_t{1}) * granule;
-    for (size_t start = 0; start < capacity_ && !stop_; start += piece) {
-        const size_t bytes = std::min(piece, capacity_ - start);
-        populate(base_ + start, bytes);
-        populated_ += bytes;
-        if (!pin_pieces || stop_) continue;
-        if (const std::string error = pin(base_ + start, bytes); !error.empty()) {
-            fail(std::to_string(start) + " of " + std::to_string(capacity_) +
-                 " bytes are page-locked, then: " + error +
-                 "; raise the limit of locked memory or lower the capacity");
-            pin_pieces = false;
-            continue;
+    size_t filled = 0, locked = 0;
+    while (!stop_ && (filled < capacity_ || (pin_pieces && locked < capacity_))) {
+        // What is populated is locked first; while that may not be yet, the rest is populated.
+        if (pin_pieces && locked < filled && may_pin(filled == capacity_)) {
+            const size_t bytes = std::min(piece, capacity_ - locked);
+            if (const std::string error = pin(base_ + locked, bytes); !error.empty()) {
+                fail(std::to_string(locked) + " of " + std::to_string(capacity_) +
+                     " bytes are page-locked, then: " + error +
+                     "; raise the limit of locked memory or lower the capacity");
+                pin_pieces = false;
+                continue;
+            }
+            locked_.push_back(base_ + locked);
+            locked += bytes;
+            pinned_ = locked;
+        } else if (filled < capacity_) {
+            const size_t bytes = std::min(piece, capacity_ - filled);
+            populate(base_ + filled, bytes);
+            filled += bytes;
+            populated_ = filled;
         }
-        locked_.push_back(base_ + start);
-        pinned_ += bytes;
     }
     if (pin_pieces && !stop_) state_ = PinState::Pinned;
 }
@@ -123,7 +145,11 @@ void HostRegion::fail(const std::string& reason) {
 
 void HostRegion::close() {
     if (base_ == nullptr) return;
-    stop_ = true;
+    {
+        const std::lock_guard guard(mutex_);
+        stop_ = true;
+    }
+    wake_.notify_all();
     if (worker_.joinable()) worker_.join();
     {
         const std::unique_lock lock(regions_mutex);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <mutex>
 #include <string>
@@ -24,8 +25,11 @@ class HostRegion {
 
     // Starts the background work: pages are populated and, with `pin` on a machine with a GPU, page-locked
     // piece by piece from the start. No multiple of `granule` bytes straddles two pieces, since one DMA must
-    // not. With `required` only locked memory is ever ready. Once only.
-    void prepare(bool pin, size_t granule, bool required, int numa_node, bool populate);
+    // not. With `required` only locked memory is ever ready; with `hold` nothing is locked before
+    // start_pinning(). Once only.
+    void prepare(bool pin, size_t granule, bool required, int numa_node, bool populate, bool hold);
+    // Lets a region that was prepared with `hold` be page-locked. Idempotent.
+    void start_pinning();
     // Stops the background work, unlocks and unmaps. Nothing may use the memory any more. Idempotent.
     void close();
 
@@ -48,6 +52,7 @@ class HostRegion {
 
   private:
     void run(bool pin, size_t granule);
+    bool may_pin(bool wait);
     void fail(const std::string& reason);
 
     char* base_ = nullptr;
@@ -55,10 +60,12 @@ class HostRegion {
     bool required_ = false, prepared_ = false;
     std::thread worker_;
     std::atomic<bool> stop_{false};
+    bool may_pin_ = false;  // mutex_
+    std::condition_variable wake_;
     std::atomic<PinState> state_{PinState::Pageable};
     std::atomic<size_t> populated_{0}, pinned_{0};
     std::vector<char*> locked_;  // first byte of each registered piece
-    mutable std::mutex mutex_;   // reason_
+    mutable std::mutex mutex_;   // reason_, may_pin_
     std::string reason_;
 };
 

@@ -33,6 +33,14 @@ class TierReport(BaseModel):
     write_seconds: float
 
 
+class WayReport(BaseModel):
+    direction: str
+    way: str
+    multiprocessors: int
+    bytes_per_second: float
+    link_bytes_per_second: float
+
+
 class RankReport(BaseModel):
     rank: int
     pid: int
@@ -45,6 +53,7 @@ class RankReport(BaseModel):
     load_failed_tokens: int
     failures: dict[str, int]
     tiers: list[TierReport]
+    ways: list[WayReport]
 
 
 class SchedulerReport(BaseModel):

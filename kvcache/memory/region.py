@@ -27,6 +27,7 @@ class HostRegion:
             is ever ready, `Disabled` locks nothing.
         populate: touch the pages in the background; else each is had when it is first used.
         numa_node: where the pages should lie; -1 leaves it to the kernel.
+        hold: lock nothing before `start_pinning`: no thread may be capturing a CUDA graph meanwhile.
 
     Raises:
         ValueError: a capacity of 0.
@@ -34,21 +35,37 @@ class HostRegion:
     """
 
     def __init__(
-        self, capacity: int, pin: Pinning = "Preferred", *, populate: bool = True, numa_node: int = -1
+        self,
+        capacity: int,
+        pin: Pinning = "Preferred",
+        *,
+        populate: bool = True,
+        numa_node: int = -1,
+        hold: bool = False,
     ) -> None:
         self.native = _native.HostRegion(capacity)
         self.capacity_bytes = capacity
         self._pin = pin
         self._populate = populate
         self._numa_node = numa_node
+        self._hold = hold
 
     def prepare(self, granule: int) -> None:
         """Starts the background work; `granule`: bytes of which no multiple may straddle two locked
         pieces.
         """
         self.native.prepare(
-            self._pin != "Disabled", granule, self._pin == "Required", self._numa_node, self._populate
+            self._pin != "Disabled",
+            granule,
+            self._pin == "Required",
+            self._numa_node,
+            self._populate,
+            self._hold,
         )
+
+    def start_pinning(self) -> None:
+        """Lets a held region be page-locked. Idempotent."""
+        self.native.start_pinning()
 
     @property
     def address(self) -> int:

@@ -61,6 +61,13 @@ DEFINITIONS = (
     _gauge(
         "rank_info", "rank transfer_path namespace", "1; how the rank moves bytes, and its cache namespace."
     ),
+    _gauge(
+        "way_info",
+        "rank direction way",
+        "1; how the rank's bytes cross the link, as measured when it started.",
+    ),
+    _gauge("way_bytes_per_second", "rank direction", "What that way reached when it was measured."),
+    _gauge("link_bytes_per_second", "rank direction", "A plain page-locked copy in the same measurement."),
     _counter("stored_tokens", "rank", "Tokens whose KV was stored."),
     _counter("loaded_tokens", "rank", "Tokens whose KV was loaded."),
     _counter("load_failed_tokens", "rank", "Tokens whose KV was wanted but not loaded; vLLM computes them."),
@@ -109,6 +116,10 @@ def _scheduler_samples(stats: SchedulerStats) -> Iterator[_Sample]:
 def _rank_samples(rank: int, stats: RankStats) -> Iterator[_Sample]:
     label = str(rank)
     yield "rank_info", (label, stats.transfer_path, stats.namespace), 1
+    for way in stats.ways:
+        yield "way_info", (label, way.direction, way.way), 1
+        yield "way_bytes_per_second", (label, way.direction), way.bytes_per_second
+        yield "link_bytes_per_second", (label, way.direction), way.link_bytes_per_second
     yield "stored_tokens", (label,), stats.stored_tokens
     yield "loaded_tokens", (label,), stats.loaded_tokens
     yield "load_failed_tokens", (label,), stats.load_failed_tokens

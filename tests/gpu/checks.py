@@ -422,6 +422,26 @@ def check_stream_order(small: bool = False) -> None:
             assert abs(float(later) / expected - 1) < 1e-3, f"a kernel did not see the load before it: {way}"
 
 
+def check_pinning_beside_a_capture(small: bool = False) -> None:
+    """Page-locking in the background neither breaks the capture of a graph nor is it broken by it."""
+    region = HostRegion((64 if small else 1024) << 20, pin="Required", hold=True)
+    region.prepare(4096)
+    numbers = torch.arange(1000, device=GPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = numbers * 2
+        region.start_pinning()
+        while region.state == "Pinning":
+            time.sleep(0.001)
+        result += 1
+    assert region.state == "Pinned", region.reason
+    numbers += 5
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, numbers * 2 + 1)
+    region.close()
+
+
 def _delay(matrix: torch.Tensor) -> None:
     """Some milliseconds of work on the current stream."""
     for _ in range(4):
@@ -438,6 +458,7 @@ CHECKS: tuple[Callable[[bool], None], ...] = (
     check_blending,
     check_sglang,
     check_stream_order,
+    check_pinning_beside_a_capture,
 )
 
 

@@ -64,3 +64,13 @@ def test_prepare_is_called_once() -> None:
     region.close()
     with pytest.raises(BufferError):
         memoryview(region.native)
+
+
+def test_a_held_region_is_populated_and_closes_while_it_waits() -> None:
+    region = HostRegion(4 << 20, hold=True)
+    region.prepare(4096)
+    wait_until_populated(region)
+    assert not _native.is_pinned(region.address, 1)
+    region.start_pinning()
+    region.start_pinning()
+    region.close()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.control.snapshot import Snapshot
 from kvcache.observability.metrics import DEFINITIONS, render
-from kvcache.stats import RankStats, SchedulerStats, TierStats
+from kvcache.stats import RankStats, SchedulerStats, TierStats, WayStats
 from tests.control.processes import rank_stats, scheduler_stats
 
 NAMES = {definition.name for definition in DEFINITIONS}
@@ -39,11 +39,12 @@ def drawn(struct: type[Any], **given: st.SearchStrategy[Any]) -> st.SearchStrate
 
 
 tiers = st.lists(drawn(TierStats), max_size=3, unique_by=lambda tier: tier.name)
+ways = st.lists(drawn(WayStats), max_size=2, unique_by=lambda way: way.direction)
 snapshots = st.builds(
     Snapshot,
     taken_at=st.just(0.0),
     scheduler=st.none() | drawn(SchedulerStats),
-    ranks=st.dictionaries(st.integers(0, 20), drawn(RankStats, tiers=tiers), max_size=3),
+    ranks=st.dictionaries(st.integers(0, 20), drawn(RankStats, tiers=tiers, ways=ways), max_size=3),
     missing=st.dictionaries(st.sampled_from(["rank30", "rank31"]), words),
 )
 
@@ -105,6 +106,13 @@ def test_every_reported_number_is_exported(snapshot: Snapshot) -> None:
             assert value(samples, "kvcache_failures_total", process=f"rank{rank}", reason=reason) == count
         info = {"rank": rank, "transfer_path": stats.transfer_path, "namespace": stats.namespace}
         assert value(samples, "kvcache_rank_info", **info) == 1
+        for way in stats.ways:
+            at = {"rank": rank, "direction": way.direction}
+            assert value(samples, "kvcache_way_info", **at, way=way.way) == 1
+            for field in ("way", "link"):
+                name = f"{field}_bytes_per_second"
+                reported = way.bytes_per_second if field == "way" else way.link_bytes_per_second
+                assert value(samples, f"kvcache_{name}", **at) == reported
     if snapshot.scheduler is not None:
         for field in ("requests", "lookups", "lookup_seconds", "lookup_timeouts"):
             assert value(samples, f"kvcache_{field}_total") == getattr(snapshot.scheduler, field)
