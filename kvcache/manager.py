@@ -113,7 +113,8 @@ class LMCacheManager:
         return self.engine
 
     def start_pinning(self) -> None:
-        """vLLM has captured its CUDA graphs, which page-locking may break: from now on memory may be locked
+        """Lets the engine's memory be page-locked: vLLM has captured its CUDA graphs, which that would break.
+
         Idempotent.
         """
         if self._region is not None:
