@@ -153,6 +153,11 @@ def install_torch() -> None:
                 f"installing torch {TORCH} with CUDA (some 4 GB more), since the usual index has no CPU build"
             )
             step(title, pip("--constraint", LOCK, f"torch=={TORCH}"))
+            # 1 GB that compiles for GPUs; the lock leaves it out too.
+            step(
+                "removing triton, which a CPU has no use for",
+                [PYTHON, "-m", "pip", "uninstall", "--yes", "triton"],
+            )
         version = installed_torch()
     if version is not None and version.endswith("+cpu"):
         print(f"    torch {version}, the small CPU build", flush=True)
@@ -217,6 +222,9 @@ def main() -> int:
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; the next run takes it up again", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,18 @@ hypothesis.settings.load_profile("kvcache")
 # Read by vLLM when it is imported, here and in the processes that tests start: no hub, no usage report, the
 # smallest KV space (GiB) on the CPU.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Lets one process start an engine after numba was loaded.
+
+    When it starts, vLLM 0.32 looks through `vars()` of all objects of all loaded modules. llvmlite's library
+    object makes up any attribute that it is asked for, a `__dict__` too, which is then no dictionary.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None:
+        ffi.lib._fntab.setdefault("__dict__", {})
 
 
 @pytest.fixture(scope="session")

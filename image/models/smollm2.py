@@ -178,6 +178,9 @@ def main() -> int:
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing is left of it", file=sys.stderr)
+        return 130
     print(f"{TARGET.relative_to(ROOT)}: {f'made in {time.monotonic() - started:.0f} s' if new else 'there'}")
     return 0
 

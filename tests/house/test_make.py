@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from demo import report
+from kvcache_operator.parse import parse_file
+
 ROOT = Path(__file__).resolve().parents[2]
 PROMISED = {"help", "setup", "lint", "format", "build", "test", "demo", "model", "clean"}
 
@@ -55,6 +58,22 @@ def test_documents_link_to_files_that_exist(document: str) -> None:
     assert [link for link in local if not (ROOT / link).exists()] == []
 
 
+def test_the_resource_in_the_readme_is_one(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for number, block in enumerate(blocks):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block)
+        parse_file(file)
+
+
+def test_the_readme_shows_what_the_demo_prints() -> None:
+    shown = re.search(r"^```\n(  prompt .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    printed = report.table(report.Result(3101, 3072, 5.84, 0.1546, True))
+    assert re.sub(r"\d", "#", shown[1]).splitlines() == re.sub(r"\d", "#", printed).splitlines()
+
+
 @pytest.mark.parametrize("script", [".ci/run", ".ci/prerequisites"])
 def test_scripts_are_executable_bash(script: str) -> None:
     path = ROOT / script
@@ -81,12 +100,11 @@ def test_prerequisites_name_what_an_old_python_lacks(tmp_path: Path) -> None:
 
 
 def _sources() -> list[Path]:
-    tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    suffixes = {".py", ".pyi", ".cpp", ".cu", ".cuh", ".h"}
-    by_name = {"Makefile", "CMakeLists.txt", "run", "prerequisites"}
-    paths = [ROOT / name for name in names if name]
-    return [path for path in paths if path.is_file() and (path.suffix in suffixes or path.name in by_name)]
+    folders = (".ci", "csrc", "demo", "image", "kvcache", "operator", "tests")
+    suffixes = {"", ".py", ".pyi", ".cpp", ".cu", ".cuh", ".h"}
+    below = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    top = [ROOT / name for name in ("CMakeLists.txt", "Makefile", "pyproject.toml")]
+    return [*top, *(path for path in below if path.suffix in suffixes)]
 
 
 def test_each_source_names_its_licence_first() -> None:
