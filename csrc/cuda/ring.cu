@@ -62,8 +62,8 @@ class CudaRing final : public StagingRing {
                 launch.add(piece(pages, plan.parts[i], slots_[slot].address));
             slot = (slot + 1) % slots_.size();
         }
-        // A load's tables go the way of its DMAs: on the kernels' stream they would wait for the kernels of the
-        // batch before, and the DMAs behind them in the copy engine's queue with them.
+        // A load's tables go the way of its DMAs: on the kernels' stream they would wait for the kernels of
+        // the batch before, and the DMAs behind them in the copy engine's queue with them.
         launch.upload(batch.store ? kernels : copies_);
         for (const Segment& segment : plan.segments) {
             if (batch.store)

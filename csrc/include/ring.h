@@ -19,8 +19,8 @@ class StagingRing {
     // own stream: those of a load do not wait for what is on `stream`, those of a store may end after it (see
     // record).
     virtual void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) = 0;
-    // Records an event (a cudaEvent_t) behind all DMAs queued so far. No stream waits: the kernels of the next
-    // store run beside the DMAs of this one.
+    // Records an event (a cudaEvent_t) behind all DMAs queued so far. No stream waits: the kernels of the
+    // next store run beside the DMAs of this one.
     virtual void record(uint64_t event) = 0;
 };
 
