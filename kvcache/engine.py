@@ -8,6 +8,7 @@ streams; a chunk becomes visible only when its copy is done, and a lease ends on
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -17,15 +18,16 @@ from functools import partial
 import torch
 
 from kvcache.gpu_connector.base import layer_slices
-from kvcache.gpu_connector.interface import Completed, Completion, GPUConnectorInterface
+from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
+from kvcache.gpu_connector.paged import BulkConnector
 from kvcache.memory.objects import MemoryObj
 from kvcache.storage.manager import StorageManager
 from kvcache.storage.tiers.cpu import Outcome
 from kvcache.tokens.database import Chunk, ChunkedTokenDatabase
 
 
-@dataclass
+@dataclass(eq=False)
 class _Copies:
     """Chunks on their way from or to the pages."""
 
@@ -113,7 +115,7 @@ class LMCacheEngine:
         self,
         database: ChunkedTokenDatabase,
         storage: StorageManager,
-        gpu_connector: GPUConnectorInterface,
+        gpu_connector: BulkConnector,
         layer_connector: LayerwiseConnector | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -125,6 +127,7 @@ class LMCacheEngine:
         self._clock = clock
         self._stores: list[_Copies] = []
         self._loads: list[_Copies] = []
+        self._load_numbers = itertools.count()
 
     @property
     def layer_connector(self) -> LayerwiseConnector:
@@ -329,8 +332,18 @@ class LMCacheEngine:
 
     def poll(self) -> None:
         """Publishes finished stores and ends the leases of finished loads. Cheap with nothing to do."""
-        self._loads = [copies for copies in self._loads if not self._finish_load(copies)]
-        self._stores = [copies for copies in self._stores if not self._finish_store(copies)]
+        errors: list[Exception] = []
+        for running, finish in ((self._loads, self._finish_load), (self._stores, self._finish_store)):
+            done = [copies for copies in running if copies.completion.done()]
+            # Taken out first: what fails in one must neither come again nor keep the others.
+            running[:] = [copies for copies in running if copies not in done]
+            for copies in done:
+                try:
+                    finish(copies)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def order_after_stores(self) -> None:
         """Whatever the model's stream is given from now on waits until running stores have read their
@@ -351,9 +364,7 @@ class LMCacheEngine:
         if self.drain(timeout_s=10.0):
             self.storage.close()
 
-    def _finish_store(self, copies: _Copies) -> bool:
-        if not copies.completion.done():
-            return False
+    def _finish_store(self, copies: _Copies) -> None:
         keys = [chunk.key for chunk in copies.chunks]
         if copies.keep:
             self.storage.cpu.publish(keys, self._clock() - copies.started)
@@ -361,18 +372,14 @@ class LMCacheEngine:
         else:
             self.storage.cpu.abandon(keys)
         copies.on_stored()
-        return True
 
-    def _finish_load(self, copies: _Copies) -> bool:
-        if not copies.completion.done():
-            return False
+    def _finish_load(self, copies: _Copies) -> None:
         tokens = sum(chunk.end - chunk.start for chunk in copies.chunks)
         num_bytes = sum(obj.nbytes for obj in copies.objs)
         seconds = self._clock() - copies.started
         self.storage.cpu.count_read(num_bytes, seconds, tokens)
         self.storage.release(copies.owner)
         copies.on_loaded(num_bytes, seconds)
-        return True
 
     def _plan_store(
         self, tokens: Sequence[int] | None, mask: torch.Tensor | None, num_tokens: int, digests: bytes | None
@@ -413,7 +420,9 @@ class LMCacheEngine:
         """The window's wanted chunks that are there, from the first on without a gap, under a lease."""
         num_tokens = len(slot_mapping)
         skipped = self._skipped(mask, num_tokens)
-        owner = lookup_id or f"retrieve/{id(slot_mapping)}"
+        # Of this load alone: whoever looks up, cancels or gives up in the request's name leaves it as it is.
+        owner = f"loading/{next(self._load_numbers)}"
+        self.storage.cpu.hand_over(lookup_id, owner)
         chunks = self.database.chunks(self._digests(tokens, digests), num_tokens)
         wanted = [chunk for chunk in chunks if chunk.end > skipped]
         keys = [chunk.key for chunk in wanted]

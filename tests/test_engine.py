@@ -242,3 +242,25 @@ def test_a_mask_of_another_form_is_refused(
 def test_neither_tokens_nor_digests(rig: Rig) -> None:
     with pytest.raises(ValueError, match="neither tokens nor digests"):
         rig.engine.store(slot_mapping=rig.slots(CHUNK))
+
+
+def test_a_caller_that_fails_does_not_keep_the_others() -> None:
+    rig = make_rig(LateConnector)
+    assert isinstance(rig.connector, LateConnector)
+    windows = [torch.randint(0, 1000, (CHUNK,)).tolist() for _ in range(3)]
+    slots = rig.slots(CHUNK)
+    acknowledged: list[int] = []
+
+    def fail(tokens: int) -> None:
+        raise RuntimeError("the caller's own")
+
+    for window, on_stored in zip(windows, (fail, acknowledged.append, fail), strict=True):
+        rig.engine.store(window, slot_mapping=slots, on_stored=on_stored)
+    for late in rig.connector.late:
+        late.finished = True
+    with pytest.raises(RuntimeError, match="the caller's own"):
+        rig.engine.poll()
+    rig.engine.poll()
+    assert acknowledged == [CHUNK]
+    assert [rig.engine.lookup(window) for window in windows] == [CHUNK] * 3
+    rig.engine.close()

@@ -57,6 +57,13 @@ class LeaseBook(Generic[K, E]):
         lease = self._leases.get(owner)
         return None if lease is None else lease.entries.get(key)
 
+    def hand_over(self, owner: str, to: str) -> None:
+        """The owner's lease is renewed and is that of `to`, which had none, from now on."""
+        lease = self._leases.pop(owner, None)
+        if lease is not None:
+            lease.deadline = self._clock() + self._timeout_s
+            self._leases[to] = lease
+
     def held(self, entry: E) -> bool:
         return id(entry) in self._holders
 

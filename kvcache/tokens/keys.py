@@ -39,6 +39,8 @@ class Namespace:
     chunk_size: int
     tensor_parallel: int
     pipeline_parallel: int
+    page_order: str = ""
+    """What the order of a page's bytes depends on where it is not that of its tokens."""
     format_version: int = FORMAT_VERSION
 
     def digest(self) -> bytes:

@@ -64,6 +64,7 @@ class LMCacheConnectorV1Impl:
         self._scheduler: SchedulerSide | None = None
         self._metadata: LMCacheConnectorMetadata | None = None
         self._report = StepReport()
+        self._warm = False
         self._namespace = b""
         self._transfer_path = "none"
         try:
@@ -101,6 +102,7 @@ class LMCacheConnectorV1Impl:
             client,
             _world_size(self._vllm_config),
             Copies(run_behind=on_gpu, token_bytes=token_bytes),
+            self.guard.caught,
         )
         self.reason = ""
 
@@ -145,11 +147,10 @@ class LMCacheConnectorV1Impl:
         config = manager.config
         shape = KVShape.of(connector, config.chunk_size)
         database = ChunkedTokenDatabase(config.chunk_size, self._namespace, rank, config.hash_seed)
-        device = kv_caches[layers[0]].device
         layered = VLLMPagedMemLayerwiseGPUConnector(layer_spec) if config.use_layerwise else None
         if layered is not None:
             layered.share_pages(connector)
-        engine = manager.start_engine(database, shape, connector, layered, pin=device.type == "cuda")
+        engine = manager.start_engine(database, shape, connector, layered, device=kv_caches[layers[0]].device)
         self._transfer_path = connector.path
         self._worker = WorkerSide(
             engine,
@@ -180,8 +181,16 @@ class LMCacheConnectorV1Impl:
             self._worker.handle_preemptions()
 
     @guarded(lambda: None)
+    def warmed_up(self) -> None:
+        """vLLM asks for handshake data, or runs a first step: all CUDA graphs are captured."""
+        if not self._warm and self._manager is not None:
+            self._warm = True
+            self._manager.start_pinning()
+
+    @guarded(lambda: None)
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._metadata = metadata
+        self.warmed_up()
         if not isinstance(metadata, LMCacheConnectorMetadata):
             return
         if self._worker is None:
@@ -198,7 +207,7 @@ class LMCacheConnectorV1Impl:
         if metadata is None:
             return
         for req_id, block_ids in metadata.lost_block_ids.items():
-            self._report.lose(req_id, 0, block_ids)
+            self._report.lose(req_id, len(block_ids) * self._block_size, block_ids)
         self._report.finished_recving.update(metadata.lost_async)
         if self._worker is None:
             self._lose_loads()

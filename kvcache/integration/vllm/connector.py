@@ -75,6 +75,10 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._impl.register_kv_caches(kv_caches)
 
+    def get_handshake_metadata(self) -> None:
+        """None: there is nothing to shake hands about. vLLM asks when its workers are ready to serve."""
+        self._impl.warmed_up()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._impl.handle_preemptions(kv_connector_metadata)
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import struct
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kvcache.tokens.hashing import Insert
 from kvcache.tokens.keys import Namespace
@@ -183,6 +186,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
 
 
+def _page_order(vllm_config: VllmConfig, block_size: int) -> str:
+    """vLLM's attention on the CPU lays the keys and values of a page out as its instructions want them."""
+    if vllm_config.device_config.device_type != "cpu":
+        return ""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {has_amx} {block_size}"
+
+
 def namespace_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_size: int) -> Namespace:
     """The namespace of one rank. Raises UnsupportedError where the weights cannot be told apart."""
     name, revision, weights = _model_identity(vllm_config)
@@ -202,6 +213,7 @@ def namespace_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
         chunk_size=chunk_size,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        page_order=_page_order(vllm_config, spec.block_size),
     )
 
 

@@ -26,6 +26,8 @@ class LoadSpec:
     """Tokens, from the prompt's start, whose KV the cache has."""
     can_load: bool
     """vLLM has allocated the blocks."""
+    lookup_id: str = ""
+    """Owner of the lease on what is loaded."""
     load_async: bool = False
     """The request waits outside of the batch until the load is reported as finished."""
 

@@ -9,13 +9,16 @@ blocks), so that preemption, resumption and a roll-back after a failed load need
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcache.config import LMCacheEngineConfig
 from kvcache.integration.vllm.copies import Copies
+from kvcache.integration.vllm.doubts import BlockUse, Doubts
 from kvcache.integration.vllm.identity import request_adapter, request_inserts, request_is_nameable
 from kvcache.integration.vllm.metadata import (
     LMCacheConnectorMetadata,
@@ -43,8 +46,12 @@ class RequestTracker:
     """None where the prompt cannot be named by token ids: nothing is looked up or stored."""
     hit_tokens: int | None = None
     """Answer of the lookup; None before it, and again after preemption; 0 once nothing is leased any more."""
+    ask_again_at: float = 0.0
+    """When half of the lease's time is over."""
     load_spec: LoadSpec | None = None
     block_ids: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    """How often it was preempted, as far as known here."""
     computed_tokens: int = 0
     """Before the last step that it was in."""
     asked_tokens: int = 0
@@ -66,6 +73,12 @@ class RequestTracker:
     @property
     def req_id(self) -> str:
         return str(self.request.request_id)
+
+    @property
+    def lookup_id(self) -> str:
+        """Another one after each preemption, so that what ends one lookup's lease does not end the next
+        one's."""
+        return f"{self.preemptions}/{self.request.request_id}"
 
 
 @dataclass
@@ -95,7 +108,8 @@ class SchedulerSide:
     Args:
         config: the configuration. kv_role: `kv_both`, `kv_producer` (stores all, from the prompt's start) or
         `kv_consumer` (never stores). block_size: tokens of a block. lookup_client: asks the ranks. ranks:
-        workers, of tensor x pipeline parallelism. copies: how the workers' copies run.
+        workers, of tensor x pipeline parallelism. copies: how the workers' copies run. caught: called with
+        the name of the hook and the error when one request's part in a step could not be planned.
     """
 
     def __init__(
@@ -106,6 +120,7 @@ class SchedulerSide:
         lookup_client: LookupClient,
         ranks: int,
         copies: Copies,
+        caught: Callable[[str, Exception], None],
     ) -> None:
         self._config = config
         self._role = kv_role
@@ -113,6 +128,7 @@ class SchedulerSide:
         self._lookup_client = lookup_client
         self._ranks = ranks
         self._copies = copies
+        self._caught = caught
         self._secret = chain_secret(config.hash_seed)
         self._trackers: dict[str, RequestTracker] = {}
         self._unused_lookups: list[str] = []
@@ -121,10 +137,10 @@ class SchedulerSide:
         """Requests whose load vLLM relies on from the step on that is being planned, with the tokens that it
         has itself and, if the load is asynchronous, the blocks."""
         self._async_loads: list[str] = []
-        self._doubtful: dict[str, frozenset[int]] = {}
-        """Requests to the blocks of their loads whose outcome no worker has reported yet."""
+        self._doubts = Doubts(block_size)
         self._saves: dict[int, _Save] = {}
-        self._next_save = 0
+        self._next_save = self._first_save = 0
+        """Of the saves to come, and of those of the step that is being planned."""
         self._scheduled_before = 0
         """Requests in the last step."""
         self.counters = TokenCounters()
@@ -138,9 +154,10 @@ class SchedulerSide:
         A hit of the whole sequence leaves its last token to compute: the model must run to sample the next.
         """
         tracker = self._tracker(request)
+        self._notice_preemption(tracker)
         if tracker.chain is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        if tracker.hit_tokens is None:
+        if tracker.hit_tokens is None or (tracker.hit_tokens and time.monotonic() > tracker.ask_again_at):
             tracker.hit_tokens = self._lookup(tracker, tracker.chain)
         hit = min(tracker.hit_tokens, int(request.num_tokens) - 1)
         new = hit - num_computed_tokens
@@ -148,7 +165,9 @@ class SchedulerSide:
             tracker.load_spec = None
             return 0, False
         waits = self._copies.worth_waiting_outside(self._config.async_loading, new, self._scheduled_before)
-        tracker.load_spec = LoadSpec(num_computed_tokens, hit, can_load=False, load_async=waits)
+        tracker.load_spec = LoadSpec(
+            num_computed_tokens, hit, can_load=False, lookup_id=tracker.lookup_id, load_async=waits
+        )
         return new, waits
 
     def update_state_after_alloc(
@@ -185,10 +204,11 @@ class SchedulerSide:
         tracker = self._trackers.pop(req_id, None)
         if tracker is None:
             return False
+        self._doubts.blocks_left(tracker.block_ids)
         if tracker.hit_tokens:
-            self._lookup_client.cancel(req_id)
+            self._lookup_client.cancel(tracker.lookup_id)
         else:
-            self._lookup_client.clear(req_id)
+            self._lookup_client.clear(tracker.lookup_id)
         if not tracker.open_saves or not self._copies.run_behind:
             return False
         self._held.append(req_id)
@@ -209,46 +229,59 @@ class SchedulerSide:
             held_requests=self._held,
             blocks_were_taken=bool(preempted),
         )
-        self._unused_lookups, self._held = [], []
+        self._first_save = self._next_save
         self._scheduled_before = len(output.num_scheduled_tokens)
         for req_id in preempted:
-            self._preempted(req_id)
+            if req_id in self._trackers:
+                self._notice_preemption(self._trackers[req_id])
         for req_id in self._async_loads:
-            self._add_async_load(metadata, req_id)
-        self._async_loads = []
-        for new in output.scheduled_new_reqs:
-            tracker = self._trackers.get(new.req_id)
-            if tracker is not None:
-                tracker.block_ids = list(new.block_ids[0])
-                self._add_step(
-                    metadata, tracker, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
-                )
-        cached = output.scheduled_cached_reqs
-        for index, req_id in enumerate(cached.req_ids):
             tracker = self._trackers.get(req_id)
-            if tracker is None:
-                continue
-            new_blocks = cached.new_block_ids[index]
-            if req_id in cached.resumed_req_ids:
-                tracker.block_ids = list(new_blocks[0]) if new_blocks else []
-            elif new_blocks:
-                tracker.block_ids.extend(new_blocks[0])
-            self._add_step(
-                metadata, tracker, cached.num_computed_tokens[index], output.num_scheduled_tokens[req_id]
-            )
+            if tracker is not None:
+                self._attempt(tracker, partial(self._add_async_load, metadata, tracker))
+        steps = list(self._scheduled(output))
+        self._doubts.step_planned([BlockUse(tracker.block_ids, *tokens) for tracker, *tokens in steps])
+        for tracker, computed, _ in steps:
+            self._attempt(tracker, partial(self._begin_step, metadata, tracker, computed))
         planned = {request.req_id for request in metadata.requests if request.load_spec is not None}
         self._lose_promises(metadata, output, without=planned)
+        # Only now is it known which blocks are doubtful, whosever load it is.
+        for tracker, computed, scheduled in steps:
+            self._attempt(tracker, partial(self._add_save, metadata, tracker, computed, scheduled))
+        self._unused_lookups, self._held, self._async_loads = [], [], []
         return metadata
 
     def lose_promises(self, output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """Stands in for a step that could not be planned."""
         metadata = LMCacheConnectorMetadata(
-            self._lookup_client.session, held_requests=self._held, blocks_were_taken=True
+            self._lookup_client.session,
+            lookup_requests_in_step=self._unused_lookups
+            + [self._trackers[req_id].lookup_id for req_id in self._promised if req_id in self._trackers],
+            held_requests=self._held,
+            blocks_were_taken=True,
         )
-        self._held = []
-        self._async_loads = []
+        self._unused_lookups, self._held, self._async_loads = [], [], []
+        for save_id in [save_id for save_id in self._saves if save_id >= self._first_save]:
+            save = self._saves.pop(save_id)
+            save.saved_tokens = 0
+            self._acknowledged(save_id, save)
+        for req_id in output.num_scheduled_tokens:
+            if req_id in self._trackers:
+                # Which blocks it has now may not be known any more.
+                self._give_up(self._trackers[req_id])
         self._lose_promises(metadata, output, without=())
         return metadata
+
+    def _attempt(self, tracker: RequestTracker, plan: Callable[[], None]) -> None:
+        """Plans one request's part in a step. What fails costs its use of the cache, not the others'."""
+        try:
+            plan()
+        except Exception as error:
+            self._caught("build_connector_meta", error)
+            self._give_up(tracker)
+
+    def _give_up(self, tracker: RequestTracker) -> None:
+        tracker.chain = None
+        self._drop_lookup(tracker)
 
     def _lose_promises(
         self, metadata: LMCacheConnectorMetadata, output: SchedulerOutput, without: Collection[str]
@@ -270,7 +303,7 @@ class SchedulerSide:
             if waiting_blocks:
                 metadata.lost_async.append(req_id)
             else:
-                self._doubtful[req_id] = frozenset(lost)
+                self._doubts.load_planned(req_id, lost, len(lost) * self._block_size)
 
     def update_connector_output(self, report: LMCacheWorkerMetadata) -> None:
         """What the workers acknowledged and what failed to load."""
@@ -282,8 +315,11 @@ class SchedulerSide:
             if save.ranks_left <= 0:
                 self._acknowledged(save_id, self._saves.pop(save_id))
         for req_id, missing in report.finished_loads.items():
-            self._doubtful.pop(req_id, None)
             tracker = self._trackers.get(req_id)
+            self._doubts.load_ended(req_id, missing, (other.block_ids for other in self._trackers.values()))
+            if missing and tracker is not None:
+                # What the lookup found is not all there: what is computed in its place is stored.
+                tracker.asked_tokens = 0
             if tracker is None or missing <= tracker.missing_tokens:
                 continue
             if tracker.counted_hit is not None:
@@ -292,8 +328,6 @@ class SchedulerSide:
                 self.counters.hit_cache_tokens -= wrong
                 self.counters.computed_tokens += wrong
             tracker.missing_tokens = missing
-            # What the lookup found is not all there: what is computed in its place is stored.
-            tracker.asked_tokens = 0
 
     def stats(self, failures: Counter[str]) -> SchedulerStats:
         """A snapshot; safe to take from another thread, since it reads single counters."""
@@ -334,7 +368,8 @@ class SchedulerSide:
             digests += chain.tail_digest() or b""
         if not digests:
             return 0
-        chunks = self._lookup_client.lookup(tracker.req_id, digests).chunks
+        tracker.ask_again_at = time.monotonic() + self._config.lease_timeout_s / 2
+        chunks = self._lookup_client.lookup(tracker.lookup_id, digests).chunks
         hit = min(chunks * self._config.chunk_size, usable)
         tracker.asked_tokens = max(tracker.asked_tokens, self._floor(hit))
         return hit
@@ -342,15 +377,18 @@ class SchedulerSide:
     def _drop_lookup(self, tracker: RequestTracker) -> None:
         """Ends, with the next step, the lease of a lookup that nothing is loaded for."""
         if tracker.hit_tokens:
-            self._unused_lookups.append(tracker.req_id)
+            self._unused_lookups.append(tracker.lookup_id)
         tracker.hit_tokens = 0
 
-    def _preempted(self, req_id: str) -> None:
-        """Its blocks are gone; the workers' stores from them are ordered before whatever is written there."""
-        tracker = self._trackers.get(req_id)
-        if tracker is not None:
-            tracker.hit_tokens, tracker.block_ids = None, []
+    def _notice_preemption(self, tracker: RequestTracker) -> None:
+        """A preempted request's blocks are gone; the workers' stores from them are ordered before whatever is
+        written there. vLLM may have admitted it again before it names it as preempted."""
+        if tracker.preemptions != tracker.request.num_preemptions:
+            tracker.preemptions = int(tracker.request.num_preemptions)
+            tracker.hit_tokens = None
             tracker.open_saves.clear()
+            self._doubts.blocks_left(tracker.block_ids)
+            tracker.block_ids = []
 
     def _acknowledged(self, save_id: int, save: _Save) -> None:
         tracker = self._trackers.get(save.req_id)
@@ -361,16 +399,32 @@ class SchedulerSide:
         if save.saved_tokens < save.asked_tokens:
             tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, save.saved_tokens), True
 
-    def _add_async_load(self, metadata: LMCacheConnectorMetadata, req_id: str) -> None:
-        tracker = self._trackers.get(req_id)
-        if tracker is None or tracker.chain is None or tracker.load_spec is None:
+    def _add_async_load(self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker) -> None:
+        if tracker.chain is None or tracker.load_spec is None:
             return
         load, tracker.load_spec = tracker.load_spec, None
         metadata.requests.append(self._load_window(tracker, tracker.chain, load))
 
-    def _add_step(
-        self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker, computed: int, scheduled: int
-    ) -> None:
+    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestTracker, int, int]]:
+        """The requests of a step, their blocks brought up to date, with computed and scheduled tokens."""
+        for new in output.scheduled_new_reqs:
+            tracker = self._trackers.get(new.req_id)
+            if tracker is not None:
+                tracker.block_ids = list(new.block_ids[0])
+                yield tracker, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
+        cached = output.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            tracker = self._trackers.get(req_id)
+            if tracker is None:
+                continue
+            new_blocks = cached.new_block_ids[index]
+            if req_id in cached.resumed_req_ids:
+                tracker.block_ids = list(new_blocks[0]) if new_blocks else []
+            elif new_blocks:
+                tracker.block_ids.extend(new_blocks[0])
+            yield tracker, cached.num_computed_tokens[index], output.num_scheduled_tokens[req_id]
+
+    def _begin_step(self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker, computed: int) -> None:
         load = tracker.load_spec if tracker.load_spec is not None and tracker.load_spec.can_load else None
         tracker.load_spec = None
         self._count(tracker, computed)
@@ -378,26 +432,27 @@ class SchedulerSide:
             # Started over, or rolled back after a failed load: what lies behind may be stored or not.
             tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, self._floor(computed)), False
         tracker.computed_tokens = computed
-        chain = tracker.chain
-        if chain is None:
-            return
-        if load is not None:
-            request = self._load_window(tracker, chain, load)
+        if load is not None and tracker.chain is not None:
+            request = self._load_window(tracker, tracker.chain, load)
             metadata.requests.append(request)
-            self._doubtful[tracker.req_id] = frozenset(request.promised_blocks(self._block_size))
-        save = self._save_spec(tracker, chain, computed, scheduled)
-        if save is not None:
-            start, end = self._floor(save.skip_leading_tokens), tracker.asked_tokens
-            metadata.requests.append(self._window(tracker, chain, start, end, None, save))
+            tokens = load.lmcache_cached_tokens - load.vllm_cached_tokens
+            self._doubts.load_planned(tracker.req_id, request.promised_blocks(self._block_size), tokens)
 
-    def _save_spec(
+    def _add_save(
+        self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker, computed: int, scheduled: int
+    ) -> None:
+        if tracker.chain is not None:
+            save = self._save_window(tracker, tracker.chain, computed, scheduled)
+            if save is not None:
+                metadata.requests.append(save)
+
+    def _save_window(
         self, tracker: RequestTracker, chain: PrefixChain, computed: int, scheduled: int
-    ) -> SaveSpec | None:
+    ) -> ReqMeta | None:
         """What to store after this step: whole chunks whose KV will be there and cannot be taken back."""
         if self._role == "kv_consumer" or tracker.hole:
             return None
-        if any(not blocks.isdisjoint(tracker.block_ids) for blocks in self._doubtful.values()):
-            # If that load fails, on whichever rank, what this step computes upon it is wrong on all of them.
+        if not self._doubts.allow_storing(tracker.block_ids):
             return None
         prompt = tracker.request.num_prompt_tokens - self._config.skip_last_n_tokens
         there = min(computed + scheduled, prompt)
@@ -414,16 +469,19 @@ class SchedulerSide:
             if end <= tracker.asked_tokens:
                 return None
         skip = 0 if self._role == "kv_producer" else self._floor(tracker.asked_tokens)
-        tracker.asked_tokens = end
-        save_id, self._next_save = self._next_save, self._next_save + 1
+        save_id = self._next_save
+        window = self._window(tracker, chain, skip, end, None, SaveSpec(skip, can_save=True, save_id=save_id))
+        self._next_save += 1
         self._saves[save_id] = _Save(tracker.req_id, end, self._ranks, end)
+        tracker.asked_tokens = end
         tracker.open_saves.add(save_id)
-        return SaveSpec(skip, can_save=True, save_id=save_id)
+        return window
 
     def _load_window(self, tracker: RequestTracker, chain: PrefixChain, load: LoadSpec) -> ReqMeta:
         start, end = self._floor(load.vllm_cached_tokens), self._chunk_end(chain, load.lmcache_cached_tokens)
+        window = self._window(tracker, chain, start, end, load, None)
         tracker.hit_tokens = 0  # the worker ends the lease with the load: there is nothing to cancel
-        return self._window(tracker, chain, start, end, load, None)
+        return window
 
     def _window(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvcache.engine import LMCacheEngine
+from kvcache.gpu_connector.transfer import TransferWay
 from kvcache.integration.vllm.layerwise import LayerwiseStep
 from kvcache.integration.vllm.metadata import (
     LMCacheConnectorMetadata,
@@ -25,7 +26,7 @@ from kvcache.integration.vllm.metadata import (
     StepReport,
 )
 from kvcache.lookup.wire import lease_owner
-from kvcache.stats import RankStats
+from kvcache.stats import RankStats, WayStats
 
 
 class WorkerSide:
@@ -78,7 +79,8 @@ class WorkerSide:
         )
         for request in metadata.requests:
             if request.load_spec is not None and request.load_spec.can_load:
-                self._load(request, request.load_spec, lease_owner(session, request.req_id))
+                owner = lease_owner(session, request.load_spec.lookup_id)
+                self._load(request, request.load_spec, owner)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Layerwise: the layer's pages are filled before whatever the model's stream is given next."""
@@ -111,7 +113,7 @@ class WorkerSide:
             self._step.finish()
 
     def get_finished(self) -> None:
-        """Reports the requests whose blocks are not read any more, and whose asynchronous loads have ended."""
+        """Reports the requests whose blocks were held and are not read any more."""
         self.engine.poll()
         done = {req_id for req_id in self._held if not self._stores_of[req_id]}
         self._held -= done
@@ -119,7 +121,7 @@ class WorkerSide:
 
     def stats(self, namespace: bytes, transfer_path: str, failures: Counter[str]) -> RankStats:
         """A snapshot; safe to take from another thread."""
-        counters = self.engine.counters
+        counters, transfer = self.engine.counters, self.engine.gpu_connector.transfer
         return RankStats(
             rank=self._rank,
             pid=os.getpid(),
@@ -132,6 +134,7 @@ class WorkerSide:
             load_failed_tokens=counters.load_failed_tokens,
             failures=dict(failures + counters.failures),
             tiers=self.engine.storage.stats(),
+            ways=[_way_stats("store", transfer.store_way), _way_stats("load", transfer.load_way)],
         )
 
     def _load(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
@@ -213,3 +216,13 @@ class WorkerSide:
         self._stores_of[req_id] -= 1
         if not self._stores_of[req_id]:
             del self._stores_of[req_id]
+
+
+def _way_stats(direction: str, way: TransferWay) -> WayStats:
+    return WayStats(
+        direction=direction,
+        way=way.way.value,
+        multiprocessors=way.blocks,
+        bytes_per_second=way.bytes_per_s,
+        link_bytes_per_second=way.link_bytes_per_s,
+    )

@@ -170,6 +170,11 @@ class CpuTier:
                 objs.append(entry.obj)
         return objs
 
+    def hand_over(self, owner: str, to: str) -> None:
+        """The owner's lease is `to`'s from now on: nobody else who names the owner ends it."""
+        with self._lock:
+            self._leases.hand_over(owner, to)
+
     def release(self, owner: str) -> int:
         """Ends the owner's lease; the number of chunks it held."""
         with self._lock:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that run beside the model, at the worst time that their streams allow.
+
+A copy is carried out as late as possible: what is written meanwhile to the pages that it reads, or to the
+memory that it loads from, is what it copies. Only what orders it before something else in CUDA carries it out
+earlier, and its completion is seen later still.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache import _native
+from kvcache.gpu_connector.interface import Completed, Completion
+from kvcache.gpu_connector.transfer import Chunks, PageTransfer
+
+
+class Injected(RuntimeError):  # noqa: N818 -- a fault that the simulator puts in
+    pass
+
+
+class Copy(Completion):
+    """Copies that were queued."""
+
+    def __init__(self, carry_out: Callable[[], None], polls: int) -> None:
+        self._carry_out: Callable[[], None] | None = carry_out
+        self._polls_left = polls
+
+    def done(self) -> bool:
+        self._polls_left -= 1
+        if self._polls_left < 0:
+            self.order_current_stream()
+        return self._polls_left < 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._polls_left = 0
+        return self.done()
+
+    def order_current_stream(self) -> None:
+        if self._carry_out is not None:
+            carry_out, self._carry_out = self._carry_out, None
+            carry_out()
+
+
+@dataclass
+class Streams:
+    """What the transfers of one rank do.
+
+    Args:
+        dice: of the simulation.
+        behind: copies run beside the model; else they are done when the call returns.
+        fails: whether the next copy cannot be made.
+        about_to_write: called with the slots of a load.
+    """
+
+    dice: random.Random
+    behind: bool
+    fails: Callable[[], bool]
+    about_to_write: Callable[[Sequence[int]], None]
+    _before_next_kernel: list[Copy] = field(default_factory=list)
+
+    def kernel(self) -> None:
+        """The model's next kernel starts: what its stream waits for is done."""
+        waited_for, self._before_next_kernel = self._before_next_kernel, []
+        for copy in waited_for:
+            copy.order_current_stream()
+
+    def queue(self, carry_out: Callable[[], None], *, ordered: bool) -> Completion:
+        if self.fails():
+            raise Injected("a copy")
+        if not self.behind:
+            carry_out()
+            return Completed()
+        copy = Copy(carry_out, self.dice.choice((0, 0, 1, 2, 5, 15)))
+        if ordered:
+            self._before_next_kernel.append(copy)
+        return copy
+
+
+class SimulatedTransfer(PageTransfer):
+    """The host's copies under the rules of `Streams`. Without any (while the pages are registered), as is."""
+
+    def __init__(self, pages: _native.Pages, **arguments: Any) -> None:
+        super().__init__(pages, **arguments)
+        self.streams: Streams | None = None
+
+    def store(self, chunks: Chunks, **how: Any) -> Completion:
+        host = super().store
+        if self.streams is None:
+            return host(chunks, **how)
+        return self.streams.queue(lambda: _done(host(chunks, **how)), ordered=False)
+
+    def load(self, chunks: Chunks, *, ordered: bool = True, **how: Any) -> Completion:
+        host = super().load
+        if self.streams is None:
+            return host(chunks, **how)
+        for start, end in zip(chunks.starts, chunks.ends, strict=True):
+            slots = chunks.slots[start:end]
+            self.streams.about_to_write([int(slot) for slot in slots[slots >= 0]])
+        return self.streams.queue(lambda: _done(host(chunks, **how)), ordered=ordered)
+
+
+def _done(completion: Completion) -> None:
+    assert completion.done()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator finds what it is there to find: with any one protection taken away, it fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.engine import LMCacheEngine
+from kvcache.gpu_connector.interface import Completed
+from kvcache.integration.vllm.doubts import Doubts
+from kvcache.integration.vllm.metadata import StepReport
+from kvcache.integration.vllm.scheduler import SchedulerSide
+from kvcache.integration.vllm.worker import WorkerSide
+from kvcache.memory.lease import LeaseBook
+from tests.models import tiny_llama
+from tests.simulator.engine import Shape
+from tests.simulator.world import Broken, Faults, World
+
+BUSY = Shape(num_blocks=30, tier_chunks=8, behind=True, extra=(("save_decode_cache", True),))
+"""Short of blocks and of memory."""
+MOST_SEEDS = 60
+
+
+@dataclass
+class Mutation:
+    """A protection that is taken away, and where that shows."""
+
+    take_away: Callable[[pytest.MonkeyPatch], None]
+    shape: Shape = BUSY
+    faults: Faults = Faults()  # noqa: RUF009 -- frozen
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _leases_do_not_keep(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LeaseBook, "held", lambda self, entry: False)
+
+
+def _lease_ends_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    plan_load = LMCacheEngine._plan_load
+
+    def plan_and_release(self: LMCacheEngine, *arguments: Any) -> Any:
+        plan = plan_load(self, *arguments)
+        self.storage.release(plan.owner)
+        return plan
+
+    patch.setattr(LMCacheEngine, "_plan_load", plan_and_release)
+
+
+def _visible_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    finish = LMCacheEngine._finish_store
+
+    def finish_at_once(self: LMCacheEngine, copies: Any) -> bool:
+        return finish(self, replace(copies, completion=Completed()))
+
+    patch.setattr(LMCacheEngine, "_finish_store", finish_at_once)
+
+
+def _blocks_of_finished_requests_go_at_once(patch: pytest.MonkeyPatch) -> None:
+    finished = SchedulerSide.request_finished
+
+    def do_not_hold(self: SchedulerSide, req_id: str) -> bool:
+        finished(self, req_id)
+        self._held.clear()
+        return False
+
+    patch.setattr(SchedulerSide, "request_finished", do_not_hold)
+
+
+def _stores_from_preempted_requests_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LMCacheEngine, "order_after_stores", _nothing)
+
+
+def _doubtful_blocks_are_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Doubts, "allow_storing", lambda self, table: True)
+
+
+def _vllms_own_pages_are_written(patch: pytest.MonkeyPatch) -> None:
+    load = WorkerSide._load
+
+    def load_all(self: WorkerSide, request: Any, spec: Any, owner: str) -> None:
+        load(self, request, replace(spec, vllm_cached_tokens=request.first_token), owner)
+
+    patch.setattr(WorkerSide, "_load", load_all)
+
+
+def _failed_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepReport, "lose", _nothing)
+
+
+def _lost_promises_are_not_reported(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "_lose_promises", lambda self, *_, **__: self._promised.clear())
+
+
+def _a_rank_without_a_cache_says_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepReport, "decline", _nothing)
+
+
+def _parts_of_pages_are_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "_storable", lambda self, tokens: max(0, tokens))
+
+
+def _one_requests_failure_is_everybodys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "_attempt", lambda self, tracker, plan: plan())
+
+
+def _preemption_is_noticed_late(patch: pytest.MonkeyPatch) -> None:
+    ask = SchedulerSide.get_num_new_matched_tokens
+
+    def ask_before_noticing(self: SchedulerSide, request: Any, computed: int) -> Any:
+        notice, self._notice_preemption = self._notice_preemption, _nothing  # type: ignore[method-assign]
+        try:
+            return ask(self, request, computed)
+        finally:
+            self._notice_preemption = notice  # type: ignore[method-assign]
+
+    patch.setattr(SchedulerSide, "get_num_new_matched_tokens", ask_before_noticing)
+
+
+ASYNC = replace(BUSY, extra=(("async_loading", "Always"),))
+MUTATIONS = [
+    Mutation(_leases_do_not_keep),
+    Mutation(_lease_ends_before_the_copy, ASYNC),
+    Mutation(_visible_before_the_copy),
+    Mutation(_blocks_of_finished_requests_go_at_once),
+    Mutation(_stores_from_preempted_requests_are_not_fenced, replace(BUSY, num_blocks=22)),
+    Mutation(_doubtful_blocks_are_stored, faults=Faults(vanish=0.3)),
+    Mutation(_vllms_own_pages_are_written, replace(BUSY, chunk_size=32)),
+    Mutation(_failed_loads_are_not_reported, faults=Faults(vanish=0.3)),
+    Mutation(_lost_promises_are_not_reported, faults=Faults(plan=0.1)),
+    Mutation(_a_rank_without_a_cache_says_nothing, replace(BUSY, ranks=2, broken_rank=1)),
+    Mutation(
+        _parts_of_pages_are_stored,
+        replace(BUSY, behind=False, whole_pages=True, extra=(("save_unfull_chunk", True),)),
+    ),
+    Mutation(_one_requests_failure_is_everybodys, faults=Faults(plan=0.1)),
+    Mutation(_preemption_is_noticed_late, ASYNC),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama.make(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.take_away.__name__.strip("_"))
+def test_the_simulator_fails_without(
+    mutation: Mutation, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(seed: int) -> bool:
+        world = World(mutation.shape, mutation.faults, random.Random(seed), model)
+        try:
+            world.run(300)
+        except (Broken, Exception):
+            return True
+        world.close()
+        return False
+
+    # As it is, it does not.
+    assert not any(fails(seed) for seed in range(3))
+    mutation.take_away(monkeypatch)
+    assert any(fails(seed) for seed in range(MOST_SEEDS))

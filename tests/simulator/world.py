@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests, faults and the passing of time, and what must hold whatever they do.
+
+Any of these is an error: a stored chunk that anybody could hit and that is not the KV of its tokens on that
+rank; a load into a page that was not promised to it; a token that a vLLM without a cache would not have
+generated; an exception out of a hook; a request that never ends; and, when all is over, a lease, a held
+block, a copy, a tracker, or a prompt token that is in none or in two of the counters.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache.stats import SchedulerStats
+from kvcache.storage.tiers.cpu import CpuTier
+from kvcache.tokens.database import chain_root, chain_secret
+from kvcache.tokens.hashing import PrefixChain
+from kvcache.tokens.keys import CacheEngineKey
+from tests.simulator.copies import Injected
+from tests.simulator.engine import MAX_MODEL_LEN, Engine, Shape
+from tests.simulator.runner import Runner
+from tests.simulator.values import LANES, VOCABULARY, Model
+
+_MOST_STEPS_WITHOUT_END = 3000
+
+
+class Broken(BaseException):
+    """Something that must hold does not. No guard catches it."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often things go wrong, each from 0 to 1."""
+
+    copy: float = 0.0
+    """A load or a store cannot be made."""
+    lookup: float = 0.0
+    """A rank does not answer a lookup in time."""
+    plan: float = 0.0
+    """Planning of a request's part in a step raises."""
+    vanish: float = 0.0
+    """Before a step, chunks are gone although they were leased."""
+
+
+@dataclass
+class _Step:
+    output: Any
+    loadable: set[int]
+    """Blocks that its loads may write."""
+    result: Any = None
+    wrong: set[str] = field(default_factory=set)
+    """Requests that computed upon blocks which are known to be unfilled."""
+
+
+class World:
+    """One engine and the requests that come to it. Every choice is the dice's."""
+
+    def __init__(self, shape: Shape, faults: Faults, dice: random.Random, model_dir: Path) -> None:
+        self.shape, self.faults, self.dice = shape, faults, dice
+        self.seen: Counter[str] = Counter()
+        self.model = Model(shape.ranks, shape.layers, shape.block_size, whole_pages=shape.whole_pages)
+        self.engine = Engine(
+            shape, model_dir, dice, self._roll("lookup"), self._roll("copy"), self._check_write
+        )
+        self._quiet = False
+        self._roots: dict[str, int] = {}
+        self._texts: list[tuple[str, list[int]]] = [("", [])]
+        """Salt and tokens of every request so far."""
+        self._requests: dict[str, Request] = {}
+        self._steps: deque[_Step] = deque()
+        self._next_request = 0
+        self._loadable: set[int] = set()
+        """Blocks that the loads of the step in hand may write."""
+        self._local_tokens: dict[str, int] = {}
+        self._unfilled: set[int] = set()
+        """Blocks that vLLM was told are unfilled, or that it computed upon such, and not written since."""
+        self._excused: set[str] = set()
+        """Requests of which vLLM took a token that it computed upon blocks that it knew to be unfilled."""
+        self._steps_without_end = 0
+        self.runner = Runner(
+            self.model,
+            self.engine.ranks,
+            self.engine.config,
+            shape.block_size,
+            asynchronous=shape.depth > 1,
+            root_of=self._roots.__getitem__,
+            drafts=self._drafts if shape.drafts else None,
+        )
+        self._watch()
+
+    # What may happen
+
+    def operate(self) -> None:
+        """One operation."""
+        operations: list[tuple[int, Callable[[], None]]] = [
+            (70, self.step),
+            (16, self.add_request),
+            (3, self.abort),
+            (1, self.preempt_all),
+            (25, self.forget_gpu),
+            (1, self.flush),
+            (3, self.deliver),
+            (6, self.poll),
+        ]
+        weights = [weight for weight, _ in operations]
+        self.dice.choices([operation for _, operation in operations], weights)[0]()
+
+    def add_request(self) -> None:
+        """Of a prompt that shares a part with one before, most of the time."""
+        if len(self._requests) >= 2 * self.shape.max_seqs:
+            return
+        salt, text = self.dice.choice(self._texts[-30:])
+        shared = len(text) if self.dice.random() < 0.7 else self.dice.randint(0, len(text))
+        unit = self.dice.choice((1, self.shape.block_size, self.shape.chunk_size))
+        new = self.dice.choice((0, 1, self.dice.randint(1, 6 * self.shape.chunk_size)))
+        length = min((shared + new) // unit * unit or 1, self._most_tokens() - 60)
+        prompt = (text[:shared] + [self._token() for _ in range(length)])[:length]
+        if self.dice.random() < 0.1:
+            salt = self.dice.choice(("", "a", "b"))
+        self._add(salt, prompt, self.dice.choice((1, 1, 2, 5, self.dice.randint(1, 50))))
+
+    def abort(self) -> None:
+        # Without asynchronous scheduling vLLM hears of it before a step or after its execution.
+        if self._requests and (self.shape.depth > 1 or all(step.result for step in self._steps)):
+            req_id = self.dice.choice(sorted(self._requests))
+            self.seen[f"aborted {self._requests[req_id].status.name}"] += 1
+            self.engine.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+            self._ended(req_id)
+
+    def preempt_all(self) -> None:
+        """As for new weights: every running request starts over."""
+        waiting_for_loads = any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in self._requests.values()
+        )
+        scheduler = self.engine.scheduler
+        # vLLM refuses while blocks are held for others.
+        if not (self._steps or waiting_for_loads or self._held() or scheduler.kv_holding_waiting):
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+            self.seen["all preempted"] += 1
+
+    def forget_gpu(self) -> None:
+        """vLLM's prefix cache finds none of its blocks any more, as if others had needed them."""
+        forgotten = self.dice.choice((0.2, 1.0))
+        blocks = {block for block in range(1, self.shape.num_blocks) if self.dice.random() < forgotten}
+        self.engine.scheduler.kv_cache_manager.evict_blocks(blocks)
+
+    def flush(self) -> None:
+        for impl in self.engine.rank_impls:
+            impl.flush(["cpu"])
+
+    def deliver(self) -> None:
+        self.engine.lookups.deliver()
+
+    def poll(self) -> None:
+        """Time passes: copies end."""
+        for side in self._sides():
+            side.engine.poll()
+
+    def vanish(self) -> None:
+        """As when leases had run out: chunks go that somebody counts on, unless a copy reads them now."""
+        for side in self._sides():
+            tier = side.engine.storage.cpu
+            reading = {copies.owner for copies in side.engine._loads}
+            tier.release_where(lambda owner, reading=reading: owner not in reading)
+            for key in list(tier._index):
+                if self.dice.random() < 0.5:
+                    tier._remove(key)
+
+    def step(self) -> None:
+        """Schedules, executes or takes in a step, as vLLM's engine loop may."""
+        if not self._steps and not self.engine.scheduler.has_requests():
+            return
+        executable = next((step for step in self._steps if step.result is None), None)
+        room = len(self._steps) < self.shape.depth and self.engine.scheduler.has_requests()
+        if room and (not self._steps or self.dice.random() < 0.7):
+            self._schedule()
+        elif executable is not None:
+            self._execute(executable)
+        else:
+            self._take_in(self._steps.popleft())
+
+    def run(self, operations: int) -> None:
+        for _ in range(operations):
+            self.operate()
+        self.finish()
+
+    def finish(self) -> None:
+        """No more faults or requests: all that is there ends, and leaves nothing."""
+        self._quiet = True
+        while self._steps or self.engine.scheduler.has_requests():
+            self.step()
+        self.deliver()
+        for _ in range(40):
+            self.poll()
+        for _ in range(500 if self.shape.sockets else 0):
+            if not any(side.engine.storage.cpu.stats().leases for side in self._sides()):
+                break
+            time.sleep(0.01)
+        self._check_end()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # Parts of a step
+
+    def _schedule(self) -> None:
+        if not self._quiet and self.dice.random() < self.faults.vanish:
+            self.vanish()
+        self._loadable = set()
+        output = self.engine.scheduler.schedule()
+        self.seen["preempted"] += len(output.preempted_req_ids or ())
+        self.seen["resumed"] += len(output.scheduled_cached_reqs.resumed_req_ids)
+        self._steps.append(_Step(output, self._loadable))
+
+    def _execute(self, step: _Step) -> None:
+        self._loadable = step.loadable
+        step.result = self.runner.execute(step.output)
+        report = step.result.kv_connector_output
+        if report is not None and report.invalid_block_ids:
+            self.seen["failed loads"] += 1
+            self._unfilled |= report.invalid_block_ids
+        wrong = {req_id: blocks for req_id, blocks in self.runner.wrong_reads.items() if blocks}
+        for req_id, written in self.runner.written.items():
+            if req_id not in wrong:
+                self._unfilled.difference_update(written)
+        for req_id, blocks in wrong.items():
+            if not blocks & self._unfilled:
+                raise Broken(f"{req_id} reads wrong KV in blocks {sorted(blocks)}, and vLLM was not told")
+            self._unfilled.update(self.runner.written[req_id])
+        step.wrong = set(wrong)
+
+    def _take_in(self, step: _Step) -> None:
+        if step.result is None:
+            self._execute(step)
+        drafts = dict(self.runner.draft_tokens)
+        scheduler = self.engine.scheduler
+        exposed = step.wrong & self._requests.keys()
+        before = {req_id: self._requests[req_id].num_output_tokens for req_id in exposed}
+        scheduler.update_from_output(step.output, step.result)
+        for req_id, tokens in before.items():
+            if self._requests[req_id].num_output_tokens > tokens:
+                self.seen["wrong token taken by vLLM"] += 1
+                self._excused.add(req_id)
+        if self.shape.drafts and drafts:
+            scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+        for req_id in step.output.num_scheduled_tokens:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._check_output(request)
+                if request.is_finished():
+                    self._ended(req_id)
+        self._steps_without_end += 1
+        if self._steps_without_end > _MOST_STEPS_WITHOUT_END:
+            raise Broken(f"no request has ended for {self._steps_without_end} steps: {self._requests}")
+
+    def _add(self, salt: str, prompt: list[int], max_tokens: int) -> None:
+        req_id = f"r{self._next_request}"
+        self._next_request += 1
+        request = Request(
+            request_id=req_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            cache_salt=salt or None,
+            block_hasher=self.engine.block_hasher,
+        )
+        self._roots[req_id] = self.model.root(salt)
+        self._requests[req_id] = request
+        self._texts.append((salt, prompt))
+        self.seen["requests"] += 1
+        self.engine.scheduler.add_request(request)
+
+    def _ended(self, req_id: str) -> None:
+        request = self._requests.pop(req_id)
+        self._texts.append((request.cache_salt or "", list(request.all_token_ids)))
+        self._steps_without_end = 0
+
+    def _token(self) -> int:
+        return self.dice.randrange(3, VOCABULARY + 3)
+
+    def _most_tokens(self) -> int:
+        """A prompt must fit into the pool."""
+        return min(MAX_MODEL_LEN - 1, (self.shape.num_blocks - 1) * self.shape.block_size)
+
+    def _drafts(self, prefix: int) -> list[int]:
+        drafts = []
+        for _ in range(self.dice.randint(0, self.shape.drafts)):
+            token = self.model.next_token(prefix)
+            drafts.append(token if self.dice.random() < 0.7 else token ^ 1)
+            prefix = self.model.hashes(prefix, drafts[-1:])[0]
+        return drafts
+
+    def _sides(self) -> list[Any]:
+        return [impl._worker for impl in self.engine.rank_impls if impl._worker is not None]
+
+    def _held(self) -> bool:
+        return len(self.engine.scheduler.requests) > len(self._requests)
+
+    def _roll(self, fault: str) -> Callable[[], bool]:
+        def fails() -> bool:
+            rate = getattr(self.faults, fault)
+            happens = rate > 0 and not self._quiet and self.dice.random() < rate
+            self.seen[f"fault {fault}"] += happens
+            return bool(happens)
+
+        return fails
+
+    # What must hold
+
+    def _watch(self) -> None:
+        """Looks at what the connector is told and does, without changing it."""
+        impl = self.engine.scheduler_impl
+        side = impl._scheduler
+        if side is not None:
+            for part in ("_begin_step", "_add_save", "_add_async_load"):
+                setattr(side, part, _or_fail(self._roll("plan"), getattr(side, part)))
+        ask, allocated = impl.get_num_new_matched_tokens, impl.update_state_after_alloc
+
+        def watched_ask(request: Request, num_computed_tokens: int) -> Any:
+            self._local_tokens[request.request_id] = num_computed_tokens
+            return ask(request, num_computed_tokens)
+
+        def watched_alloc(request: Request, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                first = self._local_tokens[request.request_id]
+                last = first + num_external_tokens
+                size = self.shape.block_size
+                table = blocks.get_block_ids()[0]
+                self._loadable.update(table[first // size : -(-last // size)])
+                self.seen["loads"] += 1
+            allocated(request, blocks, num_external_tokens)
+
+        impl.get_num_new_matched_tokens = watched_ask  # type: ignore[method-assign]
+        impl.update_state_after_alloc = watched_alloc  # type: ignore[method-assign]
+        for rank, worker in enumerate(self.engine.rank_impls):
+            if worker._worker is not None:
+                self._watch_tier(rank, worker._worker.engine.storage.cpu)
+
+    def _watch_tier(self, rank: int, tier: CpuTier) -> None:
+        publish = tier.publish
+
+        def watched_publish(keys: Iterable[CacheEngineKey], seconds: float = 0.0) -> None:
+            keys = list(keys)
+            publish(keys, seconds)
+            for key in keys:
+                self._check_stored(rank, tier, key)
+
+        tier.publish = watched_publish  # type: ignore[method-assign]
+
+    def _check_stored(self, rank: int, tier: CpuTier, key: CacheEngineKey) -> None:
+        entry = tier._index.get(key)
+        if entry is None:
+            return
+        self.seen["stored chunks"] += 1
+        if self.shape.whole_pages and entry.obj.num_tokens % self.shape.block_size:
+            raise Broken(f"rank {rank}: a part of a page is stored, which is no token's KV")
+        kv = entry.obj.tensor.reshape(self.shape.layers, -1, LANES).view(torch.int64).numpy().view(np.uint64)
+        kv = np.stack([self.model.as_tokens(layer) for layer in kv])
+        prefixes = self.model.prefix_of(kv, rank)
+        if prefixes is None:
+            raise Broken(f"rank {rank}: {kv.shape[1]} tokens are stored that are no KV of any prompt")
+        salt, tokens = self.model.tokens(prefixes[-1])
+        chain = PrefixChain(self.shape.chunk_size, chain_secret(""), chain_root("", salt))
+        chain.extend(tokens)
+        named = chain.tail_digest() or bytes(chain.digests[-16:])
+        if key.chunk_hash != named or key.rank != rank:
+            raise Broken(f"rank {rank}: a chunk is stored under another prefix's name")
+
+    def _check_write(self, rank: int, slots: Sequence[int]) -> None:
+        wrong = sorted({slot // self.shape.block_size for slot in slots} - self._loadable)
+        if wrong:
+            raise Broken(f"rank {rank}: a load writes blocks {wrong}, which were not promised to any")
+
+    def _check_output(self, request: Request) -> None:
+        if request.request_id in self._excused:
+            return
+        root = self._roots[request.request_id]
+        prompt = list(request.prompt_token_ids or ())
+        outputs = list(request.output_token_ids)
+        prefixes = self.model.hashes(root, prompt + outputs)[len(prompt) - 1 :]
+        right = [self.model.next_token(prefix) for prefix in prefixes[:-1]]
+        if outputs != right:
+            at = [a == b for a, b in zip(outputs, right, strict=True)].index(False)
+            raise Broken(f"{request.request_id}: token {at} behind a prompt of {len(prompt)} is wrong")
+
+    def _check_end(self) -> None:
+        scheduler = self.engine.scheduler
+        left: dict[str, Any] = {"requests": dict(scheduler.requests)}
+        pool = scheduler.kv_cache_manager.block_pool
+        left["blocks"] = self.shape.num_blocks - 1 - pool.get_num_free_blocks()
+        side = self.engine.scheduler_impl._scheduler
+        assert side is not None
+        for name in ("_trackers", "_promised", "_saves", "_held", "_async_loads"):
+            left[name] = getattr(side, name)
+        left["open loads"] = side._doubts.open_loads
+        for rank, worker in enumerate(self._sides()):
+            stats = worker.engine.storage.cpu.stats()
+            left[f"leases of rank {rank}"] = stats.leases
+            left[f"copies of rank {rank}"] = worker.engine._loads + worker.engine._stores
+            left[f"held on rank {rank}"] = worker._held | set(+worker._stores_of)
+            allocator = worker.engine.storage.cpu._allocator
+            left[f"lost memory of rank {rank}"] = allocator.num_objects - stats.objects
+        for impl in (self.engine.scheduler_impl, *self.engine.rank_impls):
+            caught = dict(impl.guard.failures)
+            caught.pop(Injected.__name__, None)
+            if self.shape.broken_rank is not None:
+                caught.pop("OSError", None)
+            left["caught"] = left.get("caught") or caught
+        stats = self.engine.scheduler_impl.stats()
+        assert isinstance(stats, SchedulerStats)
+        hits = sum(stats.hit_cache_tokens.values())
+        counted = stats.hit_gpu_tokens + hits + stats.computed_tokens
+        left["tokens in no counter"] = stats.prompt_tokens - counted
+        for name in ("hit_gpu_tokens", "computed_tokens"):
+            left[f"{name} below zero"] = min(0, getattr(stats, name))
+        wrong = {name: value for name, value in left.items() if value}
+        if wrong:
+            raise Broken(f"left at the end: {wrong}")
+        for worker in self._sides():
+            self.seen["loaded tokens"] += worker.engine.counters.loaded_tokens
+            self.seen["evictions"] += worker.engine.storage.cpu.stats().evictions
+
+
+def _or_fail(fails: Callable[[], bool], part: Callable[..., Any]) -> Callable[..., Any]:
+    def part_or_fail(*arguments: Any) -> Any:
+        if fails():
+            raise Injected("a plan")
+        return part(*arguments)
+
+    return part_or_fail
