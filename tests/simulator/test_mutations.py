@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.engine import LMCacheEngine
-from kvcache.gpu_connector.interface import Completed
+from kvcache.engine import LMCacheEngine, _StorePlan
+from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.integration.vllm.doubts import Doubts
 from kvcache.integration.vllm.metadata import StepReport
 from kvcache.integration.vllm.scheduler import SchedulerSide
@@ -56,12 +56,12 @@ def _lease_ends_before_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _visible_before_the_copy(patch: pytest.MonkeyPatch) -> None:
-    finish = LMCacheEngine._finish_store
+    copies = _StorePlan.copies
 
-    def finish_at_once(self: LMCacheEngine, copies: Any) -> bool:
-        return finish(self, replace(copies, completion=Completed()))
+    def done_at_once(self: _StorePlan, completion: Completion, *arguments: Any, **more: Any) -> Any:
+        return copies(self, Completed(), *arguments, **more)
 
-    patch.setattr(LMCacheEngine, "_finish_store", finish_at_once)
+    patch.setattr(_StorePlan, "copies", done_at_once)
 
 
 def _blocks_of_finished_requests_go_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -47,13 +47,13 @@ def test_preemption(
     start_engine: StartEngine, reference: Reference, make_prompt: MakePrompt, save_decode_cache: bool
 ) -> None:
     prompts = [make_prompt(length) for length in (500, 380, 250, 511)]
-    expected = reference.all(prompts, max_tokens=160)
+    expected = reference.all(prompts, max_tokens=100)
     engine = start_engine(
         {"save_decode_cache": save_decode_cache},
         more={"num_gpu_blocks_override": 14, "max_model_len": 1024},
     )
     for _ in range(2):
-        assert [answer.tokens for answer in engine.answers(prompts, max_tokens=160)] == expected
+        assert [answer.tokens for answer in engine.answers(prompts, max_tokens=100)] == expected
         engine.forget_gpu()
     assert engine.metric("vllm:num_preemptions") > 0
     assert engine.rank_stats.loaded_tokens > 0

