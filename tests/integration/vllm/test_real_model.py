@@ -15,8 +15,6 @@ from tests.integration.vllm.engines import CHUNK, Reference, Tokens
 
 pytestmark = pytest.mark.vllm
 
-LENGTHS = (700, 2 * CHUNK, 1100)
-
 
 @pytest.fixture(scope="module")
 def smollm2_reference(smollm2_model: Path) -> Iterator[Reference]:
@@ -37,20 +35,21 @@ def test_answers_are_those_of_a_plain_vllm(
     start_engine: StartEngine, smollm2_model: Path, smollm2_reference: Reference, text: Tokens
 ) -> None:
     shared, question = text[:700], text[-60:]
-    prompts = [shared + question, text[: 2 * CHUNK], shared + text[900:1200], text[:100]]
+    prompts = [shared + question, text[: 2 * CHUNK], shared + text[900:970]]
     expected = smollm2_reference.all(prompts)
     engine = start_engine(model=smollm2_model, more={"max_num_batched_tokens": 500, "max_num_seqs": 8})
     assert engine.answer(prompts[0]).tokens == expected[0]
     engine.forget_gpu()
-    for third in (2 * CHUNK, 3 * CHUNK):
+    for _ in range(2):
         answers = engine.answers(prompts)
         assert [answer.tokens for answer in answers] == expected
         cached = [answer.cached_tokens for answer in answers]
-        # The third shares more with the first than whole chunks, and vLLM has that from the same batch.
-        assert cached[2] >= third
-        assert [*cached[:2], cached[3]] == [2 * CHUNK, 2 * CHUNK - 1, 0]
+        assert cached[:2] == [2 * CHUNK, 2 * CHUNK - 1]
+        # It shares more with the first than whole chunks, and vLLM has that from the same batch.
+        assert cached[2] >= 2 * CHUNK
         engine.forget_gpu()
     engine.check_clean()
-    kv = engine.stored()[1].tensor
-    kv[:, 1].neg_()
+    # The cache has a say in it.
+    for chunk in engine.stored():
+        chunk.tensor.neg_()
     assert engine.answer(prompts[0]).tokens != expected[0]
