@@ -94,7 +94,7 @@ class LMCacheEngineConfig(_Strict):
     save_decode_cache: bool = False
     """Store the KV of generated tokens too."""
     save_unfull_chunk: bool = False
-    """Store the last, partial chunk of a prompt."""
+    """Store the last, partial chunk of a prompt too, in whole blocks of vLLM."""
     min_retrieve_tokens: int = Field(default=0, ge=0)
     """A hit of fewer tokens than this is left to vLLM to compute."""
     skip_last_n_tokens: int = Field(default=0, ge=0)

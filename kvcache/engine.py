@@ -9,6 +9,7 @@ streams; a chunk becomes visible only when its copy is done, and a lease ends on
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -25,6 +26,8 @@ from kvcache.memory.objects import MemoryObj
 from kvcache.storage.manager import StorageManager
 from kvcache.storage.tiers.cpu import Outcome
 from kvcache.tokens.database import Chunk, ChunkedTokenDatabase
+
+logger = logging.getLogger("vllm.kvcache")
 
 
 @dataclass(eq=False)
@@ -195,7 +198,11 @@ class LMCacheEngine:
         Raises:
             ValueError: as `store`, at the first step.
         """
-        plan = self._plan_store(tokens, mask, len(slot_mapping), digests)
+        try:
+            plan = self._plan_store(tokens, mask, len(slot_mapping), digests)
+        except Exception:
+            on_stored(0)
+            raise
         connector = self.layer_connector
         layers = layer_slices(plan.objs, connector.num_layers)
         started = self._clock()
@@ -331,8 +338,10 @@ class LMCacheEngine:
     # Completion
 
     def poll(self) -> None:
-        """Publishes finished stores and ends the leases of finished loads. Cheap with nothing to do."""
-        errors: list[Exception] = []
+        """Publishes finished stores and ends the leases of finished loads. Cheap with nothing to do.
+
+        It raises nothing: the error of one copy, or of whoever waits for it, is no other's.
+        """
         for running, finish in ((self._loads, self._finish_load), (self._stores, self._finish_store)):
             done = [copies for copies in running if copies.completion.done()]
             # Taken out first: what fails in one must neither come again nor keep the others.
@@ -341,9 +350,8 @@ class LMCacheEngine:
                 try:
                     finish(copies)
                 except Exception as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+                    self.counters.failures[type(error).__name__] += 1
+                    logger.exception("KV cache: what follows a finished copy failed")
 
     def order_after_stores(self) -> None:
         """Whatever the model's stream is given from now on waits until running stores have read their

@@ -6,6 +6,7 @@ It stores and looks up nothing itself; callers take the engine or the lookup cli
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -145,3 +146,7 @@ class LMCacheManager:
         if self.engine is not None:
             self.engine.close()
             self.engine = self._region = None
+        if self.config.runtime_dir is None:
+            # Made for this engine alone; the last of its processes finds it empty.
+            with contextlib.suppress(OSError):
+                self.runtime_dir.rmdir()

@@ -252,7 +252,7 @@ def _blend(num_layers: int, plan: _Plan | None) -> Generator[Completion, LayerOb
             try:
                 plan.open()
             except Exception as error:
-                last = Failed(error)
+                last = Failed(error, last)
         for index in range(num_layers):
             objs = yield last
             last = step(index, objs)

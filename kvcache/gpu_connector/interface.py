@@ -46,13 +46,22 @@ class Completed(Completion):
 
 
 class Failed(Completion):
-    """Copies that were not made."""
+    """Copies that were not made.
 
-    def __init__(self, error: Exception) -> None:
+    Args:
+        error: why.
+        after: copies of the same call that were started before and may still run.
+    """
+
+    def __init__(self, error: Exception, after: Completion | None = None) -> None:
         self.error = error
+        self._after = Completed() if after is None else after
 
     def done(self) -> bool:
-        return True
+        return self._after.done()
+
+    def order_current_stream(self) -> None:
+        self._after.order_current_stream()
 
 
 class EventCompletion(Completion):

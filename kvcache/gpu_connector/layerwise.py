@@ -163,7 +163,7 @@ def _stores(num_layers: int, store: Callable[[int], Completion] | None) -> Gener
             try:
                 last = store(layer)
             except Exception as error:  # the caller's hook must see this number of steps whatever happens
-                last = Failed(error)
+                last = Failed(error, last)
         yield last
     yield last
 
@@ -180,7 +180,7 @@ def _loads(
             try:
                 last = load(layer, objs)
             except Exception as error:
-                last = Failed(error)
+                last = Failed(error, last)
     yield last
     if order:
         last.order_current_stream()

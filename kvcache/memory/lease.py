@@ -9,6 +9,7 @@ meets other bytes than those that its lookup found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -42,7 +43,7 @@ class LeaseBook(Generic[K, E]):
     def take(self, owner: str, entries: Iterable[tuple[K, E]]) -> None:
         """Adds entries to the owner's lease and renews it. An entry that it holds already counts once."""
         lease = self._leases.setdefault(owner, _Lease(0.0))
-        lease.deadline = self._clock() + self._timeout_s
+        lease.deadline = max(lease.deadline, self._clock() + self._timeout_s)
         for key, entry in entries:
             held = lease.entries.get(key)
             if held is entry:
@@ -58,11 +59,12 @@ class LeaseBook(Generic[K, E]):
         return None if lease is None else lease.entries.get(key)
 
     def hand_over(self, owner: str, to: str) -> None:
-        """The owner's lease is renewed and is that of `to`, which had none, from now on."""
-        lease = self._leases.pop(owner, None)
-        if lease is not None:
-            lease.deadline = self._clock() + self._timeout_s
-            self._leases[to] = lease
+        """The owner's lease, if any, is that of `to`, which had none, from now on. It has no deadline then:
+        `to` is at work, and ends it.
+        """
+        lease = self._leases.pop(owner) if owner in self._leases else _Lease(0.0)
+        lease.deadline = math.inf
+        self._leases[to] = lease
 
     def held(self, entry: E) -> bool:
         return id(entry) in self._holders

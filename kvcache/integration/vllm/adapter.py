@@ -304,9 +304,10 @@ class LMCacheConnectorV1Impl:
         """vLLM was told to forget external KV too (after new weights, say): empties every rank's tiers."""
         if self._manager is None or self._scheduler is None:
             return None
-        return all(
-            _flush_rank(self._manager.runtime_dir, rank) for rank in range(_world_size(self._vllm_config))
-        )
+        self._scheduler.forget_lookups()
+        ranks = range(_world_size(self._vllm_config))
+        flushed = [_flush_rank(self._manager.runtime_dir, rank) for rank in ranks]
+        return all(flushed)
 
     # The admin sidecar's questions, on the control server's thread
 
@@ -380,14 +381,14 @@ class LMCacheConnectorV1Impl:
 
 
 def _flush_rank(runtime_dir: Path, rank: int) -> bool:
-    """Empties a rank's tiers; False if it does not answer or could not."""
+    """Empties a rank's tiers; False if it does not answer. What is still read there is out of reach."""
     with Client(socket_path(runtime_dir, rank_name(rank))) as client:
         try:
-            answer = client.request(Flush([CpuTier.name]), Flushed, timeout_s=_FLUSH_TIMEOUT_S)
+            client.request(Flush([CpuTier.name]), Flushed, timeout_s=_FLUSH_TIMEOUT_S)
         except IpcError as error:
             logger.warning("KV cache: rank %d was not flushed: %s", rank, error)
             return False
-    return all(result.complete for result in answer.results)
+    return True
 
 
 def _world_size(vllm_config: VllmConfig) -> int:

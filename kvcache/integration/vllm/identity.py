@@ -180,6 +180,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     ):
         raise UnsupportedError("context parallelism spreads one sequence's KV over ranks")
     speculative = vllm_config.speculative_config
+    if speculative is not None and parallel.pipeline_parallel_size > 1:
+        # vLLM ends the step of a stage that does not sample without telling the connector.
+        raise UnsupportedError(
+            "speculative decoding beside pipeline parallelism; one of the two is supported"
+        )
     if speculative is not None and speculative.method not in _DRAFTLESS_METHODS:
         raise UnsupportedError(
             f"speculative decoding by {speculative.method} keeps KV of a draft model; ngram is supported"

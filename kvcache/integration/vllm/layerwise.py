@@ -30,6 +30,10 @@ class LayerwiseStep:
         self._loaded_layers = 0
         self._stored_layers = 0
 
+    def __contains__(self, name: object) -> bool:
+        """Whether it is one of the layers."""
+        return name in self._index
+
     @property
     def num_layers(self) -> int:
         return len(self._index)

@@ -214,6 +214,14 @@ class SchedulerSide:
         self._held.append(req_id)
         return True
 
+    def forget_lookups(self) -> None:
+        """What lookups found for requests that still wait is not good any more: they ask again."""
+        for tracker in self._trackers.values():
+            if tracker.hit_tokens:
+                self._lookup_client.cancel(tracker.lookup_id)
+            if tracker.load_spec is None or not tracker.load_spec.can_load:
+                tracker.hit_tokens = tracker.load_spec = None
+
     def has_pending_work(self) -> bool:
         """Workers have stores to acknowledge: vLLM must go on stepping to hear of it."""
         return self._copies.run_behind and bool(self._saves or self._held)
@@ -528,6 +536,11 @@ class SchedulerSide:
 
 
 def _extend(chain: PrefixChain, request: Request, num_tokens: int) -> None:
-    """Hashes the request's tokens up to `num_tokens`, those that are new to the chain."""
+    """Hashes the request's tokens up to `num_tokens`, those that are new to the chain.
+
+    A session's later inputs bring items of their own, which lie behind all tokens that were hashed.
+    """
+    if len(request.mm_features or ()) != len(chain.inserts):
+        chain.inserts = request_inserts(request)
     if chain.num_tokens < num_tokens:
         chain.extend(request.all_token_ids[chain.num_tokens : num_tokens])

@@ -89,7 +89,7 @@ class WorkerSide:
 
     def save_kv_layer(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
         """Layerwise: starts to store the layer. The first layer's hook opens the step's stores."""
-        if self._step is None:
+        if self._step is None or layer_name not in self._step:
             return
         if not self._storing:
             self._storing = True

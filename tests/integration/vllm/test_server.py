@@ -21,6 +21,7 @@ import pytest
 
 from kvcache.control.client import ControlClient
 from kvcache.control.snapshot import Snapshot
+from kvcache_operator.local.memory import remove_unused, shared_files
 from tests.integration.vllm.conftest import MakePrompt
 from tests.integration.vllm.engines import ANSWER, CHUNK, Reference, Tokens
 
@@ -108,12 +109,15 @@ class Server:
 
     def kill(self) -> None:
         """All of its processes at once, as the kernel does when memory is short."""
+        left_behind = shared_files(self.pids)
         for pid in self.pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         self.process.wait()
+        _eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self.pids))
+        remove_unused(left_behind)
 
     def stop(self) -> None:
         if self.process.poll() is None:
