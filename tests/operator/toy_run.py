@@ -24,7 +24,8 @@ from kvcache_operator.plan import CONFIG_MOUNT, RUNTIME_MOUNT, TOKEN_MOUNT, Plan
 from kvcache_operator.render import Manifest, Rendered, render
 from tests.operator.resources import SMALLEST, plan_of, with_value
 
-TOY = str(Path(__file__).with_name("toy_server.py"))
+TOY = Path(__file__).with_name("toy_server.py").read_text(encoding="utf-8")
+"""Handed over as text: a path below one of the pod's mount paths, such as /tmp, means a file of the pod."""
 WAIT_S = 30.0
 
 
@@ -67,7 +68,7 @@ def toy_pod(
     }
     for container in pod["containers"]:
         port = container["ports"][0]["containerPort"]
-        container["command"] = ["python3", TOY, "--host", "$(BIND_HOST)", "--port", str(port)]
+        container["command"] = ["python3", "-c", TOY, "--host", "$(BIND_HOST)", "--port", str(port)]
         container["args"] = flags[container["name"]]
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             container[kind] |= {"periodSeconds": 0.1, "timeoutSeconds": 2}
