@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 ENV_PREFIX = "LMCACHE_"
 CONFIG_FILE_ENV = "LMCACHE_CONFIG_FILE"
@@ -72,7 +72,7 @@ class _Strict(BaseModel):
 class CpuTierConfig(_Strict):
     """The tier in host memory."""
 
-    capacity: Quantity = Field(default=1 << 30, ge=1 << 20)
+    capacity: Quantity = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
     """Bytes of payload for each rank process."""
     eviction: Literal["LRU"] = "LRU"
     pinning: Literal["Required", "Preferred", "Disabled"] = "Preferred"
@@ -107,18 +107,19 @@ class LMCacheEngineConfig(_Strict):
     it."""
     lookup_timeout_ms: int = Field(default=500, ge=1, le=60_000)
     """The longest that the scheduler waits for all ranks to answer; after it the answer is a miss."""
-    lease_timeout_s: float = Field(default=300.0, gt=0)
+    lease_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """The longest that a chunk stays protected for a request that was never heard of again."""
     runtime_dir: str | None = Field(default=None, min_length=1, max_length=80)
     """Folder of the unix sockets (their whole path may have 107 bytes), shared with the admin sidecar. One
     engine a folder. Without it each engine makes one of its own below the system's temporary folder."""
     tiers: TiersConfig = TiersConfig()
 
-    @model_validator(mode="after")
-    def _chunk_is_power_of_two(self) -> LMCacheEngineConfig:
-        if self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size: {self.chunk_size} is no power of two; take 256")
-        return self
+    @field_validator("chunk_size")
+    @classmethod
+    def _chunk_is_power_of_two(cls, chunk_size: int) -> int:
+        if chunk_size & (chunk_size - 1):
+            raise ValueError(f"{chunk_size} is no power of two; take 256")
+        return chunk_size
 
     def check_block_size(self, block_size: int) -> None:
         """Raises ConfigError unless a chunk is a whole number of vLLM's blocks of `block_size` tokens."""
@@ -184,13 +185,14 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
         raise ConfigError(
-            f"{CONFIG_FILE_KEY}: {path} cannot be read ({error.strerror}); name a readable YAML file"
+            f"{CONFIG_FILE_KEY}: {path!r} cannot be read ({reason}); name a readable YAML file"
         ) from error
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
         raise ConfigError(f"{CONFIG_FILE_KEY}: {path} is no YAML ({str(error).splitlines()[0]})") from error
     if data is None:
         return {}
@@ -226,7 +228,7 @@ def load_config(
     Raises:
         ConfigError: an unknown key, a value that does not fit, or an unreadable file.
     """
-    extra = {key.removeprefix("lmcache."): value for key, value in (extra_config or {}).items()}
+    extra = {str(key).removeprefix("lmcache."): value for key, value in (extra_config or {}).items()}
     path = extra.pop(CONFIG_FILE_KEY, None) or environ.get(CONFIG_FILE_ENV)
     flat = {
         name.removeprefix(ENV_PREFIX): value
@@ -234,6 +236,6 @@ def load_config(
         if name.startswith(ENV_PREFIX) and name != CONFIG_FILE_ENV
     }
     merged = _validated(_nested(flat), "environment", _variable)
-    if path is not None:
+    if path:
         merged = _merge(merged, _validated(_read_yaml(str(path)), str(path)))
     return LMCacheEngineConfig.model_validate(_merge(merged, _validated(extra, "kv_connector_extra_config")))

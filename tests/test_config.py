@@ -50,6 +50,8 @@ def test_no_quantity_is_refused(text: object) -> None:
         ({"tiers": {"cpu": {"capacity": "32"}}}, "tiers.cpu.capacity: '32' has no unit"),
         ({"chunk_size": 300}, "chunk_size: 300 is no power of two"),
         ({"chunk_size": 8}, "chunk_size: "),
+        ({"tiers": {"cpu": {"capacity": "9999Pi"}}}, "tiers.cpu.capacity: "),
+        ({"lease_timeout_s": float("inf")}, "lease_timeout_s: "),
         ({"lookup_timeout_ms": "soon"}, "lookup_timeout_ms: "),
     ],
 )
@@ -85,7 +87,14 @@ def test_an_unknown_variable_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("- a\n", "holds a list"), ("a: [", "is no YAML"), (None, "cannot be read")]
+    ("text", "sentence"),
+    [
+        ("- a\n", "holds a list"),
+        ("a: [", "is no YAML"),
+        ("a: 2020-13-45\n", "is no YAML"),
+        ("[" * 3000, "is no YAML"),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, text: str | None, sentence: str) -> None:
     file = tmp_path / "config.yaml"

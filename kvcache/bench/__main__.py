@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     for part in add_parsers(what):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json: {options.json.parent} is no folder; name a file in one that exists")
     report: dict[str, Any] = {"machine": machine(), "what": options.what}
     print(json.dumps(report["machine"]))
     try:

@@ -68,10 +68,10 @@ def parse_file(path: Path) -> KVCache:
         documents = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node is not None]
         lines = [dict(_lines(node, ())) for node in documents]
         values = [value for value in yaml.safe_load_all(text) if value is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark is not None else ""
-        what = getattr(error, "problem", None) or "not YAML"
+        what = getattr(error, "problem", None) or f"no YAML that can be read ({type(error).__name__})"
         raise ResourceError.at("", f"{path}{place}: {what}; correct the YAML") from error
     found = [
         (value, marks)

@@ -291,8 +291,17 @@ def test_a_model_folder_needs_no_claim(tmp_path: Path) -> None:
         check_machine(spec, {}, rewrite)
     (tmp_path / "config.json").write_text("{}")
     engine, admin = free_ports(2)
-    spec = resource(model={"name": str(tmp_path)}, engine__port=engine, admin__port=admin).spec
+    small = {"tiers": {"cpu": {"capacity": "256Mi"}}}
+    spec = resource(model={"name": str(tmp_path)}, engine__port=engine, admin__port=admin, cache=small).spec
     check_machine(spec, {}, rewrite)
+
+
+def test_a_cache_that_this_machine_cannot_hold_is_refused() -> None:
+    spec = resource(cache={"tiers": {"cpu": {"capacity": "900Ti"}}}).spec
+    with pytest.raises(
+        ResourceError, match=r"spec\.cache\.tiers\.cpu\.capacity: \d+ MiB are more than the \d+"
+    ):
+        check_machine(spec, {}, PathRewriter({}))
 
 
 def test_what_cannot_run_here_is_named(tmp_path: Path) -> None:

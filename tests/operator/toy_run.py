@@ -42,6 +42,7 @@ def free_ports(count: int) -> list[int]:
 
 def toy_plan(ports: Sequence[int], replicas: int = 1) -> Plan:
     document = with_value(SMALLEST, "spec.replicas", replicas)
+    document = with_value(document, "spec.cache.tiers.cpu.capacity", "256Mi")
     document = with_value(with_value(document, "spec.engine.port", ports[0]), "spec.admin.port", ports[1])
     return plan_of(document)
 

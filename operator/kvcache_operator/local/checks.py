@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvcache_operator.errors import Problem, ResourceError
+from kvcache_operator.local.errors import LocalError
 from kvcache_operator.local.paths import PathRewriter
 from kvcache_operator.local.pod import LOCAL_HOST
 from kvcache_operator.models import KVCacheSpec
@@ -26,7 +27,7 @@ def check_machine(spec: KVCacheSpec, claims: Mapping[str, Path], rewrite: PathRe
     Raises:
         ResourceError: with all that does not hold.
     """
-    problems = [*_replicas(spec), *_env(spec), *_model(spec, rewrite), *_ports(spec)]
+    problems = [*_replicas(spec), *_env(spec), *_model(spec, rewrite), *_ports(spec), *_memory(spec)]
     problems += [
         Problem("--claim", f"{claim}={folder}: that is no folder; name one that exists")
         for claim, folder in claims.items()
@@ -72,6 +73,27 @@ def _model(spec: KVCacheSpec, rewrite: PathRewriter) -> list[Problem]:
             )
         ]
     return []
+
+
+def _memory(spec: KVCacheSpec) -> list[Problem]:
+    capacity = int(spec.cache.tiers.cpu.capacity)
+    there = _memory_available()
+    if capacity <= there:
+        return []
+    return [
+        Problem(
+            "spec.cache.tiers.cpu.capacity",
+            f"{capacity >> 20} MiB are more than the {there >> 20} MiB that are free here; write less",
+        )
+    ]
+
+
+def _memory_available() -> int:
+    """Bytes that can be had without swapping, as the kernel estimates them."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise LocalError("/proc/meminfo does not say what memory is available; mount it")
 
 
 def _ports(spec: KVCacheSpec) -> list[Problem]:

@@ -39,6 +39,8 @@ containers have started. vLLM answers only when its ranks have their caches: a s
 them then waits for ever. A cluster has its longer deadline alone."""
 
 _LOOK_S = 1.0
+_STARTING_GRACE_S = 10.0
+"""Between SIGTERM and SIGKILL for containers that were never ready."""
 """Period of looking after orphans, shared memory and the `up` that waits."""
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -197,7 +199,14 @@ class Supervisor:
         process = self._state.containers[name].process
         if child.poll() is None and process is not None:
             send(process, signal.SIGTERM)
-            await asyncio.to_thread(_wait_for, child, self._state.pod.grace_s)
+            grace_s = self._state.pod.grace_s
+            if not self._state.was_ready:
+                # There is nothing to drain, and vLLM hears no signal while it loads.
+                grace_s = min(grace_s, _STARTING_GRACE_S)
+            deadline = time.monotonic() + grace_s
+            while child.poll() is None and time.monotonic() < deadline:
+                await asyncio.to_thread(_wait_for, child, min(_LOOK_S, grace_s))
+                await self._note_memory()
         await asyncio.to_thread(kill_all, lambda: traced([self._state.trace(name)]))
         await asyncio.to_thread(child.wait)
 

@@ -151,8 +151,14 @@ def _this_process() -> ProcessId:
 @contextmanager
 def _locked(folder: StateFolder) -> Iterator[None]:
     """Keeps a second `up` of the same folder out until this one has ended."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with (folder.path / "lock").open("w") as lock:
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        opened = (folder.path / "lock").open("w")
+    except OSError as error:
+        raise LocalError(
+            f"--state: {folder.path} cannot hold the state ({error.strerror}); name a folder that can"
+        ) from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -133,10 +133,22 @@ class EnvVar(Part):
         return self
 
 
+def _check_claim(name: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", name):
+        raise ValueError(f"{name!r} names no claim; use lower-case letters, digits, dashes and dots")
+    return name
+
+
+def _check_model(name: str) -> str:
+    if ".." in name.split("/"):
+        raise ValueError(f"{name!r} leads out of its folder; write the path without '..'")
+    return name
+
+
 class ModelVolume(Part):
     """A claim that holds models."""
 
-    claim_name: str = Field(min_length=1, max_length=253)
+    claim_name: Annotated[str, AfterValidator(_check_claim)] = Field(min_length=1, max_length=253)
     """Name of a PersistentVolumeClaim in the resource's namespace. It is mounted at /models: read-only where
     `model.name` is a path below it, otherwise as the folder that downloads are kept in."""
 
@@ -144,7 +156,7 @@ class ModelVolume(Part):
 class ModelSpec(Part):
     """What is served."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: Annotated[str, AfterValidator(_check_model)] = Field(min_length=1, max_length=256)
     """Name of a model on the Hugging Face Hub, or an absolute path of a folder that holds one."""
     revision: str | None = Field(default=None, min_length=1, max_length=128)
     """Branch, tag or commit on the Hub."""

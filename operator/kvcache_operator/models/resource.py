@@ -26,13 +26,19 @@ def _check_name(name: str) -> str:
     return name
 
 
+def _check_namespace(name: str) -> str:
+    if len(name) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
+        raise ValueError(f"{name!r} names no namespace; use at most 63 lower-case letters, digits and dashes")
+    return name
+
+
 class Metadata(Part):
     """The parts of Kubernetes' metadata that the operator reads; the rest passes by."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Annotated[str, AfterValidator(_check_name)]
-    namespace: str = "default"
+    namespace: Annotated[str, AfterValidator(_check_namespace)] = "default"
     uid: str | None = None
     generation: int | None = None
 
