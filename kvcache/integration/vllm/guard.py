@@ -45,8 +45,7 @@ def guarded(
     Args:
         neutral: makes the value that stands for "the cache has nothing to say".
         on_error: name of a method that is called with the hook's arguments to leave the object in a safe
-        state, such
-            as marking what was to be loaded as failed.
+            state, such as marking what was to be loaded as failed.
     """
 
     def decorate(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

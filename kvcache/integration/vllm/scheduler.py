@@ -56,8 +56,6 @@ class RequestTracker:
     """Before the last step that it was in."""
     asked_tokens: int = 0
     """Found by the lookup, or asked of the workers to be stored."""
-    saved_tokens: int = 0
-    """Acknowledged by all workers as stored."""
     open_saves: set[int] = field(default_factory=set)
     """Saves that read the request's blocks and are not acknowledged by all workers."""
     hole: bool = False
@@ -106,10 +104,15 @@ class SchedulerSide:
     """All of the connector that lives in vLLM's scheduler. One thread.
 
     Args:
-        config: the configuration. kv_role: `kv_both`, `kv_producer` (stores all, from the prompt's start) or
-        `kv_consumer` (never stores). block_size: tokens of a block. lookup_client: asks the ranks. ranks:
-        workers, of tensor x pipeline parallelism. copies: how the workers' copies run. caught: called with
-        the name of the hook and the error when one request's part in a step could not be planned.
+        config: the configuration.
+        kv_role: `kv_both`, `kv_producer` (stores all, from the prompt's start) or `kv_consumer` (never
+            stores).
+        block_size: tokens of a block.
+        lookup_client: asks the ranks.
+        ranks: workers, of tensor x pipeline parallelism.
+        copies: how the workers' copies run.
+        caught: called with the name of the hook and the error when one request's part in a step could not be
+            planned.
     """
 
     def __init__(
@@ -403,7 +406,6 @@ class SchedulerSide:
         if tracker is None:
             return
         tracker.open_saves.discard(save_id)
-        tracker.saved_tokens = save.saved_tokens
         if save.saved_tokens < save.asked_tokens:
             tracker.asked_tokens, tracker.hole = min(tracker.asked_tokens, save.saved_tokens), True
 

@@ -159,12 +159,13 @@ class WorkerSide:
         if self._step is not None and not spec.load_async:
             self._step.add_load(self.engine.retrieve_layer(**window), check)
             return
+        there = None
         try:
-            check(self.engine.retrieve(**window, ordered=not spec.load_async))
+            there = self.engine.retrieve(**window, ordered=not spec.load_async)
         except Exception as error:
             self._caught("retrieve", error)
             ended(0, 0.0)
-            check(None)
+        check(there)
 
     def _check_load(self, request: ReqMeta, first: int, last: int, there: torch.Tensor | None) -> None:
         """Reports what of the window's `[first, last)` did not come; `there` None stands for all of it."""
