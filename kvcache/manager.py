@@ -104,9 +104,10 @@ class LMCacheManager:
         self._region = region
         # Pageable is what was asked for where there is no GPU.
         state = (lambda: _STATES.get(region.state, region.state)) if on_gpu else (lambda: "Ready")
+        allocator = ChunkAllocator(region, shape)
         tier = CpuTier(
-            ChunkAllocator(region, shape),
-            POLICIES[cpu.eviction](),
+            allocator,
+            POLICIES[cpu.eviction](allocator.capacity_bytes // shape.chunk_bytes),
             self.config.lease_timeout_s,
             state,
         )

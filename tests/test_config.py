@@ -114,3 +114,18 @@ def test_a_chunk_is_a_whole_number_of_blocks() -> None:
     config.check_block_size(128)
     with pytest.raises(ConfigError, match="256 tokens are no multiple of vLLM's block size of 96"):
         config.check_block_size(96)
+
+
+def test_unknown_key_in_an_optional_model_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tiers\.disk\.directoris: unknown key; .* tiers\.disk\.directories"
+    ):
+        load_config({"tiers": {"disk": {"directoris": ["/cache"], "capacity": "10Gi"}}}, {})
+
+
+def test_remote_tier_is_one_of_three() -> None:
+    valkey, s3 = {"endpoints": ["cache:6379"]}, {"bucket": "kv-cache"}
+    assert load_config({"tiers": {"remote": {"valkey": valkey}}}, {}).tiers.remote is not None
+    for remote in ({}, {"valkey": valkey, "s3": s3}):
+        with pytest.raises(ConfigError, match="exactly one of valkey, s3 and mooncake"):
+            load_config({"tiers": {"remote": remote}}, {})

@@ -92,7 +92,7 @@ def make_rig(
     allocator = ChunkAllocator(
         HostRegion(chunks * -(-shape.chunk_bytes // 4096) * 4096, pin="Disabled"), shape
     )
-    tier = CpuTier(allocator, LRUPolicy(), lease_timeout_s=60.0)
+    tier = CpuTier(allocator, LRUPolicy(8), lease_timeout_s=60.0)
     engine = LMCacheEngine(ChunkedTokenDatabase(CHUNK, bytes(16), 0), StorageManager(tier), connector)
     return Rig(engine, pages, connector)
 

@@ -32,7 +32,7 @@ def make_tier(
 ) -> CpuTier:
     allocator = ChunkAllocator(HostRegion(slots * SHAPE.chunk_bytes, pin="Disabled"), SHAPE)
     assert allocator.capacity_bytes == slots * SHAPE.chunk_bytes
-    return CpuTier(allocator, LRUPolicy(), timeout_s, clock=clock)
+    return CpuTier(allocator, LRUPolicy(8), timeout_s, clock=clock)
 
 
 def store(tier: CpuTier, number: int) -> Outcome:

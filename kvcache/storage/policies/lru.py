@@ -4,27 +4,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from kvcache.storage.policies.base import EvictionPolicy
-from kvcache.tokens.keys import CacheEngineKey
+from kvcache.storage.policies.base import EvictionPolicy, K
 
 
-class LRUPolicy(EvictionPolicy):
+class LRUPolicy(EvictionPolicy[K]):
     """What was asked for longest ago leaves first; each operation takes constant time."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[CacheEngineKey, None] = OrderedDict()
+    def __init__(self, capacity: int) -> None:
+        self._order: OrderedDict[K, None] = OrderedDict()
 
-    def admit(self, key: CacheEngineKey) -> None:
+    def admit(self, key: K) -> None:
         self._order[key] = None
         self._order.move_to_end(key)
 
-    def touch(self, key: CacheEngineKey) -> None:
+    def touch(self, key: K) -> None:
         self._order.move_to_end(key)
 
-    def remove(self, key: CacheEngineKey) -> None:
+    def remove(self, key: K) -> None:
         del self._order[key]
 
-    def victims(self) -> Iterator[CacheEngineKey]:
-        return iter(self._order)
+    def victim(self, evictable: Callable[[K], bool]) -> K | None:
+        key = next((key for key in self._order if evictable(key)), None)
+        if key is not None:
+            del self._order[key]
+        return key
+
+    def __len__(self) -> int:
+        return len(self._order)

@@ -82,7 +82,7 @@ class CpuTier:
     def __init__(
         self,
         allocator: ChunkAllocator,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy[CacheEngineKey],
         lease_timeout_s: float,
         state: Callable[[], str] = lambda: "Ready",
         clock: Callable[[], float] = time.monotonic,
@@ -242,20 +242,22 @@ class CpuTier:
         return len(keys)
 
     def _evict_one(self) -> bool:
-        victim = next(
-            (key for key in self._policy.victims() if not self._leases.held(self._index[key])), None
-        )
+        victim = self._policy.victim(lambda key: not self._leases.held(self._index[key]))
         if victim is None:
             return False
-        self._remove(victim)
+        self._take_out(victim)
         self._count.evictions += 1
         return True
 
     def _remove(self, key: CacheEngineKey) -> bool:
-        """Takes a chunk out of the index; True if its memory is free at once, not when its readers end."""
+        """Takes a chunk out; True if its memory is free at once, not when its readers end."""
+        self._policy.remove(key)
+        return self._take_out(key)
+
+    def _take_out(self, key: CacheEngineKey) -> bool:
+        """As `_remove`, of a key that the policy has dropped."""
         entry = self._index.pop(key)
         entry.visible = False
-        self._policy.remove(key)
         if self._leases.held(entry):
             return False
         self._allocator.free(entry.obj)
