@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "bindings_arrays.h"
+#include "boxes.h"
 #include "ring.h"
 #include "rotary.h"
 #include "spans.h"
@@ -164,7 +165,7 @@ void register_transfer(py::module_& m) {
         "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0,
         "blocks"_a = 0);
     m.def(
-        "batched_dma_transfer",
+        "strided_dma_transfer",
         [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
            const py::object& slot_mapping, bool store, bool token_major, int64_t layer_begin,
            std::optional<int64_t> layer_end, uint64_t stream) {
@@ -172,10 +173,10 @@ void register_transfer(py::module_& m) {
                                                  token_major, layer_begin, layer_end);
             const py::gil_scoped_release release;
             check(pages, bound.batch);
-            cuda_batched_dma(pages, bound.batch, stream);
+            strided_dma(pages, bound.batch, stream);
         },
         "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
-        "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a);
+        "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0);
     m.def(
         "multi_layer_kv_transfer",
         [](const Pages& pages, uint64_t address, const py::object& slot_mapping, bool store, bool token_major,

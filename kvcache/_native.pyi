@@ -226,7 +226,7 @@ def single_layer_kv_transfer(
 ) -> None:
     """`batched_kv_transfer` for one chunk that holds the whole mapping, one layer."""
 
-def batched_dma_transfer(
+def strided_dma_transfer(
     pages: Pages,
     addresses: npt.NDArray[np.uint64],
     starts: npt.NDArray[np.int64],
@@ -237,12 +237,13 @@ def batched_dma_transfer(
     token_major: bool = True,
     layer_begin: int = 0,
     layer_end: int | None = None,
-    stream: int,
+    stream: int = 0,
 ) -> None:
-    """`batched_kv_transfer` by the copy engine, without a kernel; `stream` must not be the default stream.
+    """`batched_kv_transfer` by the copy engine, without a kernel: one command for what lies at regular
+    distances on both sides, the tokens of a block in all layers. `stream` must not be the default stream.
 
     Raises:
-        ValueError: as there, or only rows of single tokens are contiguous on both sides.
+        ValueError: as there.
     """
 
 @final

@@ -37,9 +37,9 @@ class WayStats(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank's bytes cross the link in one direction: chosen by measurement when it started."""
 
     direction: str
-    """`store` or `load`."""
+    """`store`, `load`, or `quiet_load`: a load that the request waits for outside of the batch."""
     way: str
-    """`host`, `staged`, `direct` or `batched_dma`."""
+    """`host`, `staged`, `direct` or `strided_dma`."""
     multiprocessors: int
     """Of the GPU, that the way keeps busy; 0 without a kernel."""
     bytes_per_second: float

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <optional>
 
+#include "boxes.h"
 #include "cuda_check.h"
 #include "device.h"
 #include "dma.h"
-#include "ring.h"
-#include "slot_runs.h"
 
 namespace kvcache {
 namespace {
@@ -13,17 +13,52 @@ namespace {
 // A submission holds a lock of the driver while it is built; others must get in between.
 constexpr size_t kMostCopies = 4096;
 
+// One side of a box as CUDA names it: a pitch (from a row to the next) and a height (pitches from a slice to
+// the next), which must come out even.
+struct Pitch {
+    size_t pitch, height;
+};
+
+std::optional<Pitch> pitch_of(const Box& box, int64_t row, int64_t slice) {
+    if (box.slices == 1) return Pitch{static_cast<size_t>(row), static_cast<size_t>(box.rows)};
+    if (slice % row != 0) return std::nullopt;
+    return Pitch{static_cast<size_t>(row), static_cast<size_t>(slice / row)};
+}
+
+// False, and nothing queued, where CUDA does not take the box as one: its distances do not fit, or its layers
+// lie in several allocations.
+bool copy_whole(const Box& box, bool store, cudaStream_t stream) {
+    const auto paged = pitch_of(box, box.paged_row, box.paged_slice);
+    const auto packed = pitch_of(box, box.packed_row, box.packed_slice);
+    if (!paged || !packed) return false;
+    const auto side = [&](uint64_t address, const Pitch& pitch) {
+        return make_cudaPitchedPtr(reinterpret_cast<void*>(address), pitch.pitch, box.bytes, pitch.height);
+    };
+    cudaMemcpy3DParms copy{};
+    copy.srcPtr = store ? side(box.paged, *paged) : side(box.packed, *packed);
+    copy.dstPtr = store ? side(box.packed, *packed) : side(box.paged, *paged);
+    copy.extent = {box.bytes, static_cast<size_t>(box.rows), static_cast<size_t>(box.slices)};
+    copy.kind = cudaMemcpyDefault;
+    const cudaError_t error = cudaMemcpy3DAsync(&copy, stream);
+    if (error == cudaErrorInvalidValue && box.slices > 1) {
+        cudaGetLastError();
+        return false;
+    }
+    cuda_check(error, "cudaMemcpy3DAsync");
+    return true;
+}
+
+Box slice_of(const Box& box, int64_t slice) {
+    Box one = box;
+    one.paged += static_cast<uint64_t>(slice * box.paged_slice);
+    one.packed += static_cast<uint64_t>(slice * box.packed_slice);
+    one.slices = 1;
+    return one;
+}
+
 }  // namespace
 
-void Copies::add(uint64_t to, uint64_t from, size_t bytes, bool extend) {
-    if (extend && !bytes_.empty()) {
-        const bool next_to = reinterpret_cast<uint64_t>(to_.back()) + bytes_.back() == to;
-        const bool next_from = reinterpret_cast<uint64_t>(from_.back()) + bytes_.back() == from;
-        if (next_to && next_from) {
-            bytes_.back() += bytes;
-            return;
-        }
-    }
+void Copies::add(uint64_t to, uint64_t from, size_t bytes) {
     to_.push_back(reinterpret_cast<void*>(to));
     from_.push_back(reinterpret_cast<const void*>(from));
     bytes_.push_back(bytes);
@@ -49,42 +84,22 @@ void Copies::run(cudaStream_t stream) {
     }
 }
 
-void cuda_batched_dma(const Pages& pages, const Batch& batch, uint64_t stream) {
-    const DeviceScope scope(pages.device);
-    const PagedLayout& page = pages.layout;
-    const int64_t layers = batch.layer_end - batch.layer_begin;
-    Copies copies;
-    for (const ChunkRef& chunk : batch.chunks) {
-        const ChunkStrides strides = chunk_strides(page, layers, chunk.end - chunk.start, batch.token_major);
-        const RunShape shape = run_shape(pages, strides);
-        if (!shape.tokens_contiguous)
-            throw std::invalid_argument(
-                "tokens are not contiguous in the pages and in the chunk: the copy engine would move rows "
-                "of " +
-                std::to_string(shape.bytes) + " bytes; stage such a layout");
-        bool extend = false;
-        if (!device_reaches(reinterpret_cast<void*>(chunk.address))) copies.pageable();
-        const auto runs = slot_runs(page, batch.slots, chunk.start, chunk.end, shape.blocks_contiguous);
-        for (int64_t layer = 0; layer < layers; ++layer) {
-            const uint64_t* bases =
-                &pages.bases[static_cast<size_t>((batch.layer_begin + layer) * page.planes)];
-            for (int64_t plane = 0; plane < shape.planes; ++plane) {
-                for (const SlotRun& run : runs) {
-                    const uint64_t paged = bases[plane] + static_cast<uint64_t>(run.page_offset);
-                    const uint64_t packed =
-                        chunk.address + static_cast<uint64_t>(layer * strides.layer + plane * strides.kv +
-                                                              run.token * strides.token);
-                    const auto bytes = static_cast<size_t>(run.count * shape.bytes);
-                    if (batch.store)
-                        copies.add(packed, paged, bytes, extend);
-                    else
-                        copies.add(paged, packed, bytes, extend);
-                    extend = true;
-                }
-            }
+void cuda_copy_boxes(const std::vector<Box>& boxes, bool store, int device, uint64_t stream_handle) {
+    const DeviceScope scope(device);
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
+    Copies runs;  // single rows: one submission takes thousands of them, wherever their layers lie
+    for (const Box& box : boxes) {
+        if (box.rows > 1 && copy_whole(box, store, stream)) continue;
+        if (box.rows == 1 && !device_reaches(reinterpret_cast<void*>(box.packed))) runs.pageable();
+        for (int64_t slice = 0; slice < box.slices; ++slice) {
+            const Box one = slice_of(box, slice);
+            if (box.rows == 1)
+                runs.add(store ? one.packed : one.paged, store ? one.paged : one.packed, one.bytes);
+            else
+                copy_whole(one, store, stream);
         }
     }
-    copies.run(reinterpret_cast<cudaStream_t>(stream));
+    runs.run(stream);
 }
 
 }  // namespace kvcache

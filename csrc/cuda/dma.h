@@ -11,10 +11,8 @@ namespace kvcache {
 // Copies that the copy engine makes in one submission.
 class Copies {
   public:
-    // `extend`: the copy joins the one before it where they are neighbours on both sides. Not for copies of
-    // two chunks: those may lie in two registrations of host memory, and a copy must not cross from one to
-    // the other.
-    void add(uint64_t to, uint64_t from, size_t bytes, bool extend = false);
+    // Not across two chunks: those may lie in two registrations of host memory.
+    void add(uint64_t to, uint64_t from, size_t bytes);
     // The host side of some copies is pageable: they are not made as a batch, and each returns when it is
     // done.
     void pageable() { pageable_ = true; }

@@ -2,6 +2,7 @@
 // Stands in for csrc/cuda where the module is built without a CUDA compiler.
 #include <stdexcept>
 
+#include "boxes.h"
 #include "device.h"
 #include "ring.h"
 #include "rotary.h"
@@ -28,7 +29,7 @@ bool device_reaches(const void*) { return false; }
 int numa_node(int) { return -1; }
 
 void cuda_transfer(const Pages&, const Batch&, uint64_t, int) { throw std::runtime_error(kReason); }
-void cuda_batched_dma(const Pages&, const Batch&, uint64_t) { throw std::runtime_error(kReason); }
+void cuda_copy_boxes(const std::vector<Box>&, bool, int, uint64_t) { throw std::runtime_error(kReason); }
 void cuda_rotate(const RotaryJob&, int, uint64_t) { throw std::runtime_error(kReason); }
 void cuda_copy(const std::vector<Span>&, const std::vector<Span>&, int, uint64_t) {
     throw std::runtime_error(kReason);

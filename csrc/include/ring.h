@@ -31,8 +31,4 @@ std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_sl
 // For make_ring.
 std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots);
 
-// The copy engine straight between pages and chunks, one descriptor for each run that is contiguous on both
-// sides. Queued on `stream`. Throws std::invalid_argument where only rows of a token are contiguous.
-void cuda_batched_dma(const Pages& pages, const Batch& batch, uint64_t stream);
-
 }  // namespace kvcache

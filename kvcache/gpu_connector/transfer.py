@@ -42,8 +42,8 @@ class Way(Enum):
     """
     DIRECT = "direct"
     """A kernel reads or writes page-locked host memory itself."""
-    BATCHED_DMA = "batched_dma"
-    """The copy engine moves runs that are contiguous on both sides; no multiprocessor is used."""
+    STRIDED_DMA = "strided_dma"
+    """The copy engine walks pages and chunks by itself; no multiprocessor is used."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class PageTransfer:
         ring_slot_bytes: of a staging ring's slots (on a GPU: two rings of `RING_SLOTS` in device memory).
 
     Attributes:
-        store_way: the way of stores, `load_way` that of loads; `ways.choose_ways` measures and sets them.
+        store_way: the way of stores, `load_way` that of loads, and `quiet_load_way` that of loads that no
+            stream waits for, which had better leave the model its multiprocessors; `ways.choose_ways`
+            measures and sets them.
         store_stream: where stores are queued, None on the CPU; `load_stream` likewise.
     """
 
@@ -101,12 +103,12 @@ class PageTransfer:
         self.store_stream: torch.cuda.Stream | None = None
         self.load_stream: torch.cuda.Stream | None = None
         if pages.device < 0:
-            self.store_way = self.load_way = TransferWay(Way.HOST)
+            self.store_way = self.load_way = self.quiet_load_way = TransferWay(Way.HOST)
             return
         device = torch.device("cuda", pages.device)
         self.store_stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self.load_stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        self.store_way = self.load_way = TransferWay(Way.STAGED, blocks=_BLOCKS)
+        self.store_way = self.load_way = self.quiet_load_way = TransferWay(Way.STAGED, blocks=_BLOCKS)
         for store in (True, False):
             self._ring(store)
 
@@ -164,14 +166,15 @@ class PageTransfer:
             chunks: where from, resident layout.
             layer_begin: the first layer that the chunks hold.
             layer_end: one past the last, all if None.
-            way: None for `load_way`.
+            way: None for `load_way`, or for `quiet_load_way` where not `ordered`.
             ordered: what the current stream is given next waits for the pages; else the caller sees to it
                 (`Completion.order_current_stream`).
 
         Raises:
             ValueError: as `store`.
         """
-        way = self._possible(self.load_way if way is None else way, chunks)
+        measured = self.load_way if ordered else self.quiet_load_way
+        way = self._possible(measured if way is None else way, chunks)
         layers = {"layer_begin": layer_begin, "layer_end": layer_end}
         stream = self.load_stream
         if stream is None:
@@ -202,8 +205,8 @@ class PageTransfer:
         arguments = (self.pages, *chunks.arguments(), store)
         if way.way is Way.STAGED:
             self._ring(store).transfer(*arguments, **layers, stream=stream, blocks=way.blocks)
-        elif way.way is Way.BATCHED_DMA:
-            _native.batched_dma_transfer(*arguments, **layers, stream=stream)
+        elif way.way is Way.STRIDED_DMA:
+            _native.strided_dma_transfer(*arguments, **layers, stream=stream)
         else:
             _native.batched_kv_transfer(*arguments, **layers, stream=stream, blocks=way.blocks)
 

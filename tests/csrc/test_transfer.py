@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvcache import _native
-from kvcache.gpu_connector.layout import describe_layers
+from kvcache.gpu_connector.layout import LayerSpec, describe_layers
 from tests.csrc.layouts import DTYPES, LAYOUTS, PagedKV, gather, make_kv, random_slots, scatter
 
 # (blocks, block size, heads, head size, tokens)
@@ -46,7 +47,10 @@ def _resident(memory: torch.Tensor, layers: int, planes: int, token_major: bool)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("token_major", [True, False], ids=["token_major", "plane_major"])
-def test_batches_equal_plain_indexing(layout: str, dtype: torch.dtype, token_major: bool) -> None:
+@pytest.mark.parametrize("transfer", [_native.batched_kv_transfer, _native.strided_dma_transfer])
+def test_batches_equal_plain_indexing(
+    layout: str, dtype: torch.dtype, token_major: bool, transfer: Callable[..., None]
+) -> None:
     for shape in SHAPES:
         kv = _kv(layout, dtype, shape)
         pages = describe_layers(kv.tensors, kv.spec)
@@ -60,9 +64,7 @@ def test_batches_equal_plain_indexing(layout: str, dtype: torch.dtype, token_maj
         before, pages_before = [chunk.clone() for chunk in memory], kv.snapshot()
         addresses = np.array([chunk.data_ptr() for chunk in memory], dtype=np.uint64)
 
-        _native.batched_kv_transfer(
-            pages, addresses, starts, ends, slots.numpy(), True, token_major=token_major
-        )
+        transfer(pages, addresses, starts, ends, slots.numpy(), True, token_major=token_major)
         for chunk, poison, start, end in zip(memory, before, starts, ends, strict=True):
             got = _resident(chunk, 3, planes, token_major)
             old = _resident(poison, 3, planes, token_major)
@@ -72,14 +74,36 @@ def test_batches_equal_plain_indexing(layout: str, dtype: torch.dtype, token_maj
 
         for chunk in memory:
             chunk.random_(0, 256)
-        _native.batched_kv_transfer(
-            pages, addresses, starts, ends, slots.numpy(), False, token_major=token_major
-        )
+        transfer(pages, addresses, starts, ends, slots.numpy(), False, token_major=token_major)
         expected = pages_before
         for chunk, start, end in zip(memory, starts, ends, strict=True):
             data = _resident(chunk, 3, planes, token_major)
             expected = [scatter(expected[i], slots[start:end], data[i]) for i in range(3)]
         assert all(map(torch.equal, kv.snapshot(), expected))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3)], ids=str)
+def test_layers_at_any_distance_move_as_boxes(order: tuple[int, ...]) -> None:
+    """Rising, falling and uneven addresses: only rising ones at one distance may share a box."""
+    blocks, block_size, heads, head_size = 6, 16, 2, 8
+    storage = torch.randint(0, 256, (4, 2, blocks, block_size, heads, head_size), dtype=torch.uint8)
+    tensors = [storage[at].view(torch.float8_e4m3fn) for at in order]
+    pages = describe_layers(tensors, LayerSpec(block_size, heads, head_size, torch.float8_e4m3fn, blocks))
+    slots = random_slots(blocks * block_size, 61, block_size, skip=0.1)
+    span = (np.array([0]), np.array([len(slots)]), slots.numpy())
+    boxes, reference = torch.randint(
+        0, 256, (1, 4, len(slots), 2, heads * head_size), dtype=torch.uint8
+    ).repeat(2, 1, 1, 1, 1)
+    for transfer, packed in ((_native.strided_dma_transfer, boxes), (_native.batched_kv_transfer, reference)):
+        transfer(pages, np.array([packed.data_ptr()], dtype=np.uint64), *span, True)
+    assert torch.equal(boxes, reference)
+    boxes.random_(0, 256)
+    before = storage.clone()
+    _native.strided_dma_transfer(pages, np.array([boxes.data_ptr()], dtype=np.uint64), *span, False)
+    loaded = storage.clone()
+    storage.copy_(before)
+    _native.batched_kv_transfer(pages, np.array([boxes.data_ptr()], dtype=np.uint64), *span, False)
+    assert torch.equal(storage, loaded)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -146,10 +146,35 @@ def _ways(
             stream.wait_event(done)
 
         yield f"staged {slot_bytes} {where}", staged, True, where
-    row = layout.token_stride == layout.row_bytes and layout.head_stride == layout.head_bytes
-    if row and layout.planes == 1:
-        yield "batched dma", partial(_native.batched_dma_transfer, stream=handle), True, "pinned"
-        yield "batched dma", partial(_native.batched_dma_transfer, stream=handle), True, "pageable"
+    for token_major, where in ((True, "pinned"), (False, "pinned"), (True, "pageable")):
+        run = partial(_native.strided_dma_transfer, token_major=token_major, stream=handle)
+        yield f"strided dma {where}", run, token_major, where
+
+
+def check_layers_in_allocations_of_their_own(small: bool = False) -> None:
+    """The copy engine walks layers that several allocations hold; it must not matter where those lie."""
+    blocks = 1024  # 64 MiB a layer: torch gives each an allocation of its own
+    tensors = [
+        torch.randint(0, 256, (2, blocks, 16, 8, 256), dtype=torch.uint8, device=GPU).view(torch.bfloat16)
+        for _ in range(5)
+    ]
+    transfer = PageTransfer(describe_layers(tensors, LayerSpec(16, 8, 128, torch.bfloat16, blocks)))
+    slots = random_slots(blocks * 16, 777, 16, skip=0.05)
+    size = 5 * len(slots) * 2 * 2048
+    there, back = pinned(size), pinned(size)
+    span = (np.array([0]), np.array([len(slots)]), slots.numpy())
+    back.copy_(there)
+    transfer.store(Chunks(addresses([there]), *span), way=TransferWay(Way.STRIDED_DMA)).wait()
+    transfer.store(Chunks(addresses([back]), *span), way=TransferWay(Way.STAGED, 4)).wait()
+    assert torch.equal(there, back)
+    before = [tensor.view(torch.uint8).clone() for tensor in tensors]
+    for tensor in tensors:
+        flat = tensor.view(torch.uint8).view(2, blocks * 16, -1)
+        flat[:, slots[slots >= 0].to(GPU)] = 0xA5
+    transfer.load(Chunks(addresses([there]), *span), way=TransferWay(Way.STRIDED_DMA)).wait()
+    assert all(
+        torch.equal(tensor.view(torch.uint8), was) for tensor, was in zip(tensors, before, strict=True)
+    )
 
 
 def check_offsets_above_two_to_the_31_elements(small: bool = False) -> None:
@@ -160,7 +185,7 @@ def check_offsets_above_two_to_the_31_elements(small: bool = False) -> None:
     transfer = PageTransfer(describe_layers([tensor], spec))
     slots = torch.tensor([blocks * 16 - 1, 0, 70_001 * 16 + 3])
     data = torch.randn(3, 2, row, dtype=torch.bfloat16).pin_memory()
-    for way in (TransferWay(Way.DIRECT, 2), TransferWay(Way.STAGED, 2)):
+    for way in (TransferWay(Way.DIRECT, 2), TransferWay(Way.STAGED, 2), TransferWay(Way.STRIDED_DMA)):
         tensor.zero_()
         chunks = Chunks(addresses([data]), np.array([0]), np.array([3]), slots.numpy())
         transfer.load(chunks, way=way).wait()
@@ -450,6 +475,7 @@ def _delay(matrix: torch.Tensor) -> None:
 
 CHECKS: tuple[Callable[[bool], None], ...] = (
     check_twins,
+    check_layers_in_allocations_of_their_own,
     check_offsets_above_two_to_the_31_elements,
     check_rotary,
     check_zero_and_copy,

@@ -134,7 +134,11 @@ class WorkerSide:
             load_failed_tokens=counters.load_failed_tokens,
             failures=dict(failures + counters.failures),
             tiers=self.engine.storage.stats(),
-            ways=[_way_stats("store", transfer.store_way), _way_stats("load", transfer.load_way)],
+            ways=[
+                _way_stats("store", transfer.store_way),
+                _way_stats("load", transfer.load_way),
+                _way_stats("quiet_load", transfer.quiet_load_way),
+            ],
         )
 
     def _load(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:

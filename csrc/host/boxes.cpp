@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "boxes.h"
+
+#include <cstring>
+
+#include "slot_runs.h"
+
+namespace kvcache {
+namespace {
+
+// Layers whose pages are equidistant in every plane.
+struct LayerGroup {
+    int64_t first, count;  // from the batch's first layer on
+    int64_t distance;
+};
+
+std::vector<LayerGroup> equidistant_layers(const Pages& pages, const Batch& batch) {
+    const int64_t planes = pages.layout.planes;
+    const uint64_t* const bases = &pages.bases[static_cast<size_t>(batch.layer_begin * planes)];
+    // Distance to the layer before; 0 where planes disagree or the layer lies below.
+    auto distance = [&](int64_t layer) {
+        const uint64_t* const now = bases + layer * planes;
+        const uint64_t* const before = now - planes;
+        for (int64_t plane = 0; plane < planes; ++plane)
+            if (now[plane] <= before[plane] || now[plane] - before[plane] != now[0] - before[0])
+                return int64_t{0};
+        return static_cast<int64_t>(now[0] - before[0]);
+    };
+    std::vector<LayerGroup> groups;
+    for (int64_t layer = 0; layer < batch.layer_end - batch.layer_begin; ++layer) {
+        const int64_t apart = groups.empty() ? 0 : distance(layer);
+        if (apart > 0 && (groups.back().count == 1 || groups.back().distance == apart)) {
+            groups.back().distance = apart;
+            ++groups.back().count;
+        } else {
+            groups.push_back({layer, 1, 0});
+        }
+    }
+    return groups;
+}
+
+}  // namespace
+
+std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
+    const PagedLayout& page = pages.layout;
+    const int64_t layers = batch.layer_end - batch.layer_begin;
+    const bool across_blocks = page.block_stride == page.block_size * page.token_stride;
+    const std::vector<LayerGroup> groups = equidistant_layers(pages, batch);
+    std::vector<Box> boxes;
+    for (const ChunkRef& chunk : batch.chunks) {
+        const ChunkStrides strides = chunk_strides(page, layers, chunk.end - chunk.start, batch.token_major);
+        const RunShape shape = run_shape(pages, strides);
+        for (const SlotRun& run : slot_runs(page, batch.slots, chunk.start, chunk.end, across_blocks)) {
+            for (const LayerGroup& group : groups) {
+                const uint64_t* const bases =
+                    &pages.bases[static_cast<size_t>((batch.layer_begin + group.first) * page.planes)];
+                for (int64_t plane = 0; plane < shape.planes; ++plane) {
+                    for (int64_t head = 0; head < shape.heads; ++head) {
+                        Box box;
+                        box.paged =
+                            bases[plane] + static_cast<uint64_t>(run.page_offset + head * page.head_stride);
+                        box.packed = chunk.address +
+                                     static_cast<uint64_t>(group.first * strides.layer + plane * strides.kv +
+                                                           run.token * strides.token + head * shape.bytes);
+                        const int64_t merged = shape.tokens_contiguous ? run.count : 1;
+                        box.bytes = static_cast<size_t>(merged * shape.bytes);
+                        box.rows = run.count / merged;
+                        box.paged_row = page.token_stride;
+                        box.packed_row = strides.token;
+                        box.slices = group.count;
+                        box.paged_slice = group.distance;
+                        box.packed_slice = strides.layer;
+                        boxes.push_back(box);
+                    }
+                }
+            }
+        }
+    }
+    return boxes;
+}
+
+void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream) {
+    const std::vector<Box> boxes = plan_boxes(pages, batch);
+    if (pages.device >= 0) {
+        cuda_copy_boxes(boxes, batch.store, pages.device, stream);
+        return;
+    }
+    for (const Box& box : boxes) {
+        for (int64_t slice = 0; slice < box.slices; ++slice) {
+            for (int64_t row = 0; row < box.rows; ++row) {
+                auto* const paged =
+                    reinterpret_cast<char*>(box.paged) + slice * box.paged_slice + row * box.paged_row;
+                auto* const packed =
+                    reinterpret_cast<char*>(box.packed) + slice * box.packed_slice + row * box.packed_row;
+                std::memcpy(batch.store ? packed : paged, batch.store ? paged : packed, box.bytes);
+            }
+        }
+    }
+}
+
+}  // namespace kvcache
