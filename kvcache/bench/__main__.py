@@ -87,7 +87,7 @@ def _transfer(options: argparse.Namespace) -> dict[str, Any]:
         if not options.no_overlap:
             report["overlap"] = _rows(
                 map(dataclasses.asdict, overlap_results(device)),
-                "blocks both_rate plain_both_rate matmul_ms matmul_busy_ms",
+                "way blocks both_rate plain_both_rate matmul_ms matmul_busy_ms matmul_loss both_rate_beside",
             )
     return report
 

@@ -143,7 +143,25 @@ def _ms(seconds: list[float]) -> float:
     return round(1e3 * statistics.median(seconds), 1)
 
 
+def prove_hits(engine: Engine, setup: Setup) -> None:
+    """A cache that gives nothing back has no figures.
+
+    Raises:
+        RuntimeError: a prompt that the cache has seen was computed again.
+    """
+    if setup.mode in (PLAIN, GPU_HIT):
+        return
+    prompt = engine.prompt(min(1000, setup.max_model_len // 2))
+    engine.run(prompt)
+    time.sleep(_SETTLE_S)
+    engine.forget()
+    if not engine.run(prompt)[2]:
+        raise RuntimeError(f"{setup.mode} gave nothing of a prompt back; its log above says why")
+
+
 if __name__ == "__main__":
     bench, setup_json, options_json = sys.argv[1:]
     the_setup = Setup(**json.loads(setup_json))
-    RUNS[bench](Engine(the_setup, seed=7), the_setup, json.loads(options_json))
+    the_engine = Engine(the_setup, seed=7)
+    prove_hits(the_engine, the_setup)
+    RUNS[bench](the_engine, the_setup, json.loads(options_json))

@@ -179,7 +179,7 @@ def _results(bench: Bench, chunk_tokens: int, store: bool) -> Iterator[Result]:
     if bench.device.type != "cuda":
         ways, layerwise = [TransferWay(Way.HOST)], []
     else:
-        ways = list(_ways(bench.shape))
+        ways = list(_ways())
         layerwise = [TransferWay(Way.STAGED, blocks) for blocks in BLOCKS] + [TransferWay(Way.DIRECT, 8)]
     run: Callable[[], object]
     for way in ways:
@@ -190,18 +190,18 @@ def _results(bench: Bench, chunk_tokens: int, store: bool) -> Iterator[Result]:
         yield bench.result(chunk_tokens, store, f"layerwise {way.way.value}", way.blocks, run)
 
 
-def _ways(shape: Shape) -> Iterator[TransferWay]:
+def _ways() -> Iterator[TransferWay]:
     for blocks in BLOCKS:
         yield TransferWay(Way.STAGED, blocks)
     yield TransferWay(Way.DIRECT, 8)
-    if shape.mla:
-        yield TransferWay(Way.BATCHED_DMA)
+    yield TransferWay(Way.STRIDED_DMA)
 
 
 @dataclass(frozen=True)
 class Overlap:
     """What copies and other work do to each other. Rates in GB/s, times in ms."""
 
+    way: str
     blocks: int
     both_rate: float
     """Store and load at once, the sum."""
@@ -211,43 +211,56 @@ class Overlap:
     """A bf16 matrix product of 8,192, alone."""
     matmul_busy_ms: float
     """The same beside a saturated store and load."""
+    matmul_loss: float
+    """Share of its time, each run beside the copies against those before and after it alone: a GPU's clock
+    drifts more than the copies cost."""
+    both_rate_beside: float
+    """Store and load beside the matrix product, the sum."""
 
 
 def overlap_results(device: torch.device, total_bytes: int = 2 << 30) -> Iterator[Overlap]:
     """Both directions at once, and a matrix product beside them, for each number of multiprocessors."""
-    duplex = _Duplex(Bench.of(LLAMA_8B, device, total_bytes), Bench.of(LLAMA_8B, device, total_bytes))
+    duplex = _Duplex(device, total_bytes)
+    short = _Duplex(device, total_bytes // 16)  # its rounds are counted while a few products run
     operands = [torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    for blocks in BLOCKS:
-        way = TransferWay(Way.STAGED, blocks)
+    for way in (TransferWay(Way.STRIDED_DMA), *(TransferWay(Way.STAGED, blocks) for blocks in BLOCKS)):
         ours: list[float] = []
         plain: list[float] = []
         for _ in range(_RUNS["cuda"] + 1):
             ours.append(duplex.seconds(partial(duplex.both, way)))
             plain.append(duplex.seconds(duplex.plain_both))
-        alone: list[float] = []
+        alone = [_matmul_ms(operands) for _ in range(3)][2:]
         busy: list[float] = []
-        _matmul_ms(operands)
-        for _ in range(3):
-            alone.append(_matmul_ms(operands))
-            with duplex.saturated(way):
+        beside: list[float] = []
+        for _ in range(_RUNS["cuda"]):
+            with short.saturated(way) as rounds:
+                first, start = rounds[0], time.perf_counter()
                 busy.append(_matmul_ms(operands))
+                beside.append((rounds[0] - first) / (time.perf_counter() - start))
+            alone.append(_matmul_ms(operands))
         size = 2 * duplex.stored.memory.nbytes
         yield Overlap(
-            blocks=blocks,
+            way=way.way.value,
+            blocks=way.blocks,
             both_rate=size / statistics.median(ours[1:]) / 1e9,
             plain_both_rate=size / statistics.median(plain[1:]) / 1e9,
             matmul_ms=statistics.median(alone),
             matmul_busy_ms=statistics.median(busy),
+            matmul_loss=statistics.median(
+                2 * one / (before + after) - 1
+                for one, before, after in zip(busy, alone, alone[1:], strict=False)
+            ),
+            both_rate_beside=2 * short.stored.memory.nbytes * statistics.median(beside) / 1e9,
         )
 
 
 class _Duplex:
     """A store of one set of pages and a load of another, at once."""
 
-    def __init__(self, stored: Bench, loaded: Bench) -> None:
-        self.stored, self.loaded = stored, loaded
-        self._chunks = stored.chunks(_CHUNK_TOKENS), loaded.chunks(_CHUNK_TOKENS)
-        self._streams = [torch.cuda.Stream(stored.device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, total_bytes: int) -> None:
+        self.stored, self.loaded = (Bench.of(LLAMA_8B, device, total_bytes) for _ in range(2))
+        self._chunks = self.stored.chunks(_CHUNK_TOKENS), self.loaded.chunks(_CHUNK_TOKENS)
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def both(self, way: TransferWay) -> list[Completion]:
         store = self.stored.transfer.store(self._chunks[0], way=way)
@@ -268,9 +281,11 @@ class _Duplex:
         return time.perf_counter() - start
 
     @contextlib.contextmanager
-    def saturated(self, way: TransferWay) -> Iterator[None]:
-        """Keeps both directions busy from another thread, on streams of their own, while the body runs."""
-        stop = threading.Event()
+    def saturated(self, way: TransferWay) -> Iterator[list[int]]:
+        """Keeps both directions busy from another thread, on streams of their own, while the body runs.
+        Yields the number of rounds that are done, which goes on growing.
+        """
+        stop, rounds = threading.Event(), [0]
 
         def work() -> None:
             with torch.cuda.stream(self._streams[0]):
@@ -279,13 +294,14 @@ class _Duplex:
                     following = self.both(way)
                     for completion in running:
                         completion.wait()
+                    rounds[0] += 1
                     running = following
 
         thread = threading.Thread(target=work)
         thread.start()
         time.sleep(0.05)
         try:
-            yield
+            yield rounds
         finally:
             stop.set()
             thread.join()
