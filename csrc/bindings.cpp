@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <optional>
 
@@ -27,7 +28,40 @@ Digest digest_of(const char* name, const py::bytes& value) {
     return digest;
 }
 
+// The value of a token id; negative where it is none, with or without an exception set.
+int64_t token_of(PyObject* item) {
+#if PY_VERSION_HEX >= 0x030c0000
+    if (PyLong_CheckExact(item) && PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item)))
+        return PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
+#else
+    // One digit of 30 bits: read where it lies, since a call for each of a long prompt's ids costs more than
+    // to hash them.
+    if (PyLong_CheckExact(item) && Py_SIZE(item) == 1)
+        return reinterpret_cast<PyLongObject*>(item)->ob_digit[0];
+#endif
+    return PyLong_AsLongLong(item);
+}
+
+Vector<int32_t> token_ids(const py::list& tokens, size_t start, size_t stop) {
+    if (start > stop || stop > tokens.size())
+        throw std::invalid_argument("tokens [" + std::to_string(start) + ", " + std::to_string(stop) +
+                                    ") were asked of a list of " + std::to_string(tokens.size()));
+    Vector<int32_t> ids(static_cast<py::ssize_t>(stop - start));
+    int32_t* out = ids.mutable_data();
+    for (size_t at = start; at < stop; ++at) {
+        const int64_t id = token_of(PyList_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(at)));
+        if (id < 0 || id > INT32_MAX) {
+            PyErr_Clear();
+            throw std::invalid_argument("tokens[" + std::to_string(at) +
+                                        "] is no token id; give integers from 0 to 2147483647");
+        }
+        *out++ = static_cast<int32_t>(id);
+    }
+    return ids;
+}
+
 void register_hashing(py::module_& m) {
+    m.def("token_ids", &token_ids, "tokens"_a, "start"_a, "stop"_a);
     m.def(
         "chunk_hashes",
         [](const py::object& tokens, int64_t chunk_size, const py::bytes& parent, const py::bytes& secret,
@@ -62,6 +96,20 @@ void register_hashing(py::module_& m) {
             return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
         },
         "data"_a, "piece"_a = py::none());
+    py::class_<StreamingHash>(m, "Xxh3_128")
+        .def(py::init<>())
+        .def(
+            "update",
+            [](StreamingHash& hash, const py::buffer& data) {
+                const py::buffer_info info = data.request();
+                const py::gil_scoped_release release;
+                hash.update(info.ptr, static_cast<size_t>(info.size * info.itemsize));
+            },
+            "data"_a)
+        .def("digest", [](const StreamingHash& hash) {
+            const Digest digest = hash.digest();
+            return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
+        });
 }
 
 void register_memory(py::module_& m) {
@@ -132,4 +180,5 @@ PYBIND11_MODULE(_native, m) {
     register_memory(m);
     register_transfer(m);
     register_rotary(m);
+    register_io(m);
 }

@@ -32,5 +32,6 @@ Vector<T> vector_of(const char* name, const py::handle& value) {
 
 void register_transfer(py::module_& m);
 void register_rotary(py::module_& m);
+void register_io(py::module_& m);
 
 }  // namespace kvcache

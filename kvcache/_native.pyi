@@ -3,6 +3,7 @@
 GIL.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict, final
 
 import numpy as np
@@ -24,6 +25,13 @@ def cuda_unavailable_reason() -> str:
 
 # hashing
 
+def token_ids(tokens: list[int], start: int, stop: int) -> npt.NDArray[np.int32]:
+    """The token ids `[start, stop)` of a list as int32, read where they lie.
+
+    Raises:
+        ValueError: one that is no integer from 0 to 2^31 - 1, or a range outside of the list.
+    """
+
 def chunk_hashes(
     tokens: npt.NDArray[np.int32], chunk_size: int, parent: bytes, secret: bytes, tail: bool = False
 ) -> bytes:
@@ -41,6 +49,15 @@ def xxh3_128(data: Buffer, piece: int | None = None) -> bytes:
     """Plain XXH3-128 of the buffer, or of its last piece after hashing all pieces: the yardstick of the
     bench.
     """
+
+@final
+class Xxh3_128:  # noqa: N801 -- as the library names it
+    """Plain XXH3-128 of bytes that come piece by piece. For one thread at a time."""
+
+    def __init__(self) -> None: ...
+    def update(self, data: Buffer) -> None: ...
+    def digest(self) -> bytes:
+        """16 bytes, canonical, of all so far."""
 
 # memory
 
@@ -327,3 +344,48 @@ def zero_spans(
     addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], device: int = -1, stream: int = 0
 ) -> None:
     """Fills byte ranges with zeros."""
+
+# files
+
+@final
+class Uring:
+    """Reads and writes of files through io_uring, at most `depth` at a time. For one thread.
+
+    Raises:
+        OSError: the kernel has none or does not let this process use it (ENOSYS, EPERM), or no memory for it.
+        ValueError: a depth below 1 or above 1024.
+    """
+
+    def __init__(self, depth: int) -> None: ...
+    def submit(
+        self,
+        tag: int,
+        fd: int,
+        offset: int,
+        buffers: Sequence[Buffer],
+        write: bool,
+        durable: bool = False,
+    ) -> None:
+        """Starts a transfer between a file from `offset` on and the buffers, one after the other. The buffers
+        are held until `wait` gives the tag back. `durable`: what is written is on the device then.
+
+        Raises:
+            ValueError: a buffer that is not contiguous, none at all, or a tag that is under way; also one
+                transfer more than the depth.
+            OSError: the kernel did not take it.
+        """
+
+    def wait(self) -> tuple[int, int]:
+        """The next transfer that ended: its tag, and its bytes (fewer than asked for only at the end of the
+        file) or the negative errno.
+
+        Raises:
+            RuntimeError: nothing is under way.
+            OSError: the kernel cannot be asked.
+        """
+
+    def close(self) -> None:
+        """Waits for what is under way. Idempotent."""
+
+    @property
+    def under_way(self) -> int: ...

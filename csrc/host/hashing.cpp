@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <new>
 
 #include "hash_chain.h"
 
@@ -45,6 +46,21 @@ std::string chunk_hashes(const int32_t* tokens, size_t count, size_t chunk_size,
     std::string digests(16 * chunks, '\0');
     chain(tokens, count, chunk_size, chunks, parent, expand(key), digests.data());
     return digests;
+}
+
+StreamingHash::StreamingHash() : state_(XXH3_createState()) {
+    if (state_ == nullptr) throw std::bad_alloc();
+    XXH3_128bits_reset(static_cast<XXH3_state_t*>(state_));
+}
+
+StreamingHash::~StreamingHash() { XXH3_freeState(static_cast<XXH3_state_t*>(state_)); }
+
+void StreamingHash::update(const void* data, size_t bytes) {
+    XXH3_128bits_update(static_cast<XXH3_state_t*>(state_), data, bytes);
+}
+
+Digest StreamingHash::digest() const {
+    return canonical(XXH3_128bits_digest(static_cast<const XXH3_state_t*>(state_)));
 }
 
 Digest xxh3_128(const void* data, size_t bytes, size_t piece) {

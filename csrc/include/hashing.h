@@ -19,6 +19,21 @@ using Digest = std::array<uint8_t, 16>;  // canonical: big-endian, the same on e
 std::string chunk_hashes(const int32_t* tokens, size_t count, size_t chunk_size, const Digest& parent,
                          const Digest& key, bool tail);
 
+// Plain XXH3-128 of bytes that come piece by piece.
+class StreamingHash {
+  public:
+    StreamingHash();
+    ~StreamingHash();
+    StreamingHash(const StreamingHash&) = delete;
+    StreamingHash& operator=(const StreamingHash&) = delete;
+
+    void update(const void* data, size_t bytes);
+    Digest digest() const;  // of all so far
+
+  private:
+    void* state_;
+};
+
 // Plain XXH3-128 of the last of the buffer's pieces, after hashing them all: the yardstick of the bench.
 Digest xxh3_128(const void* data, size_t bytes, size_t piece);
 
