@@ -23,9 +23,12 @@ from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
 from kvcache.gpu_connector.paged import BulkConnector
 from kvcache.memory.objects import MemoryObj
+from kvcache.storage.lane import Lane
 from kvcache.storage.manager import StorageManager
+from kvcache.storage.tier import NO_PARENT, NO_TENANT
 from kvcache.storage.tiers.cpu import Outcome
 from kvcache.tokens.database import Chunk, ChunkedTokenDatabase
+from kvcache.tokens.keys import CacheEngineKey
 
 logger = logging.getLogger("vllm.kvcache")
 
@@ -43,6 +46,8 @@ class _Copies:
     """False: a store whose chunks are given back unseen once nothing is written to them any more."""
     on_stored: Callable[[], None] = lambda: None
     on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None
+    sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
+    """Of a load: the tiers below that chunks were fetched from for it."""
 
 
 @dataclass
@@ -83,6 +88,8 @@ class _LoadPlan(_Plan):
     """Leased chunks."""
 
     owner: str = ""
+    sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
+    """Tiers below that chunks were fetched from for this load."""
 
     def mask(self, num_tokens: int) -> torch.Tensor:
         """bool [tokens]: what is wanted and there."""
@@ -94,7 +101,15 @@ class _LoadPlan(_Plan):
     def copies(
         self, completion: Completion, started: float, on_loaded: Callable[[int, float], None]
     ) -> _Copies:
-        return _Copies(completion, self.chunks, self.objs, self.owner, started, on_loaded=on_loaded)
+        return _Copies(
+            completion,
+            self.chunks,
+            self.objs,
+            self.owner,
+            started,
+            on_loaded=on_loaded,
+            sources=self.sources,
+        )
 
 
 @dataclass
@@ -148,6 +163,8 @@ class LMCacheEngine:
         *,
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
+        tenant: bytes = NO_TENANT,
+        parent: bytes = NO_PARENT,
         on_stored: Callable[[int], None] = lambda tokens: None,
     ) -> int:
         """Copies the KV of a window's chunks out of the pages, those that are not stored yet.
@@ -158,6 +175,8 @@ class LMCacheEngine:
                 number of chunks, then True. All True if None.
             slot_mapping: int64, one a token of the window.
             digests: 16 bytes a chunk of the window.
+            tenant: 16 bytes, whose chunks these are (`kvcache.storage.tenants`).
+            parent: 16 bytes, the digest of the chunk before the window.
             on_stored: called once when the copies are visible, with the tokens from the window's start up to
                 the first chunk that could not be stored: what is safe to count as saved.
 
@@ -167,7 +186,7 @@ class LMCacheEngine:
         Raises:
             ValueError: a mask that is not of that form, or more digests than tokens.
         """
-        plan = self._plan_store(tokens, mask, len(slot_mapping), digests)
+        plan = self._plan_store(tokens, mask, len(slot_mapping), digests, tenant, parent)
         if not plan.chunks:
             on_stored(plan.acknowledged)
             return plan.stored
@@ -190,6 +209,8 @@ class LMCacheEngine:
         *,
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
+        tenant: bytes = NO_TENANT,
+        parent: bytes = NO_PARENT,
         on_stored: Callable[[int], None] = lambda tokens: None,
     ) -> Generator[None, None, None]:
         """As `store`, but a layer a step: resumed after each layer's attention and once more at the end, it
@@ -199,7 +220,7 @@ class LMCacheEngine:
             ValueError: as `store`, at the first step.
         """
         try:
-            plan = self._plan_store(tokens, mask, len(slot_mapping), digests)
+            plan = self._plan_store(tokens, mask, len(slot_mapping), digests, tenant, parent)
         except Exception:
             on_stored(0)
             raise
@@ -369,28 +390,39 @@ class LMCacheEngine:
 
     def close(self) -> None:
         """Waits for the copies that run, then frees the tiers' memory."""
-        if self.drain(timeout_s=10.0):
-            self.storage.close()
+        self.storage.close(free=self.drain(timeout_s=10.0))
 
     def _finish_store(self, copies: _Copies) -> None:
         keys = [chunk.key for chunk in copies.chunks]
         if copies.keep:
-            self.storage.cpu.publish(keys, self._clock() - copies.started)
+            self.storage.publish(keys, self._clock() - copies.started)
             self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in copies.chunks)
         else:
             self.storage.cpu.abandon(keys)
         copies.on_stored()
 
     def _finish_load(self, copies: _Copies) -> None:
-        tokens = sum(chunk.end - chunk.start for chunk in copies.chunks)
         num_bytes = sum(obj.nbytes for obj in copies.objs)
         seconds = self._clock() - copies.started
+        tokens = 0
+        for chunk in copies.chunks:
+            lane = copies.sources.get(chunk.key)
+            if lane is None:
+                tokens += chunk.end - chunk.start
+            else:
+                lane.count.hit_tokens += chunk.end - chunk.start
         self.storage.cpu.count_read(num_bytes, seconds, tokens)
         self.storage.release(copies.owner)
         copies.on_loaded(num_bytes, seconds)
 
     def _plan_store(
-        self, tokens: Sequence[int] | None, mask: torch.Tensor | None, num_tokens: int, digests: bytes | None
+        self,
+        tokens: Sequence[int] | None,
+        mask: torch.Tensor | None,
+        num_tokens: int,
+        digests: bytes | None,
+        tenant: bytes,
+        parent: bytes,
     ) -> _StorePlan:
         """Reserves memory for the window's chunks that are not stored yet, up to the first without room."""
         skipped = self._skipped(mask, num_tokens)
@@ -402,12 +434,15 @@ class LMCacheEngine:
             )
         plan = _StorePlan(skipped=skipped, stored=skipped, acknowledged=skipped)
         contiguous = True
-        for chunk in chunks:
+        parents = [parent, *(chunk.key.chunk_hash for chunk in chunks)]
+        for chunk, before in zip(chunks, parents, strict=False):
             if chunk.end <= skipped:
                 continue
-            outcome, obj = self.storage.cpu.reserve(chunk.key, chunk.end - chunk.start)
+            outcome, obj = self.storage.cpu.reserve(chunk.key, chunk.end - chunk.start, tenant, before)
             if outcome is Outcome.FULL:
                 self.counters.failures["StoreNoRoom"] += 1
+                break
+            if outcome is Outcome.DECLINED:
                 break
             if obj is not None:
                 plan.chunks.append(chunk)
@@ -430,7 +465,7 @@ class LMCacheEngine:
         skipped = self._skipped(mask, num_tokens)
         # Of this load alone: whoever looks up, cancels or gives up in the request's name leaves it as it is.
         owner = f"loading/{next(self._load_numbers)}"
-        self.storage.cpu.hand_over(lookup_id, owner)
+        sources = self.storage.hand_over(lookup_id, owner)
         chunks = self.database.chunks(self._digests(tokens, digests), num_tokens)
         wanted = [chunk for chunk in chunks if chunk.end > skipped]
         keys = [chunk.key for chunk in wanted]
@@ -438,7 +473,7 @@ class LMCacheEngine:
         if len(objs) < len(wanted):
             # The lease ran out, or there was none: what is still there is as good.
             objs = self.storage.cpu.leased(keys[: self.storage.lookup_and_lease(keys, owner)], owner)
-        return _LoadPlan(wanted[: len(objs)], objs, skipped, owner)
+        return _LoadPlan(wanted[: len(objs)], objs, skipped, owner, sources)
 
     def _digests(self, tokens: Sequence[int] | None, digests: bytes | None) -> bytes:
         if digests is not None:

@@ -13,11 +13,15 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast
 
@@ -150,11 +154,45 @@ def _reply_decoder(reply: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
 
 @dataclass
 class ServerCounters:
-    """What a server has met since it started. Written by its thread only."""
+    """What a server has met since it started. Written by its thread and by those that make its answers."""
 
     requests: int = 0
     malformed: int = 0
     failures: int = 0
+
+
+Handler = Callable[[Any], msgspec.Struct | Future[Any]]
+"""Of one type of request: the reply, or a future of it where that takes a while; others are answered
+meanwhile."""
+
+
+class _Deferred:
+    """Replies that were made on other threads, for the thread that sends them."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable while there are any."""
+        self._lock = threading.Lock()
+        self._replies: deque[list[bytes]] = deque()
+        self._closed = False
+
+    def put(self, frames: list[bytes]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._replies.append(frames)
+                os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[list[bytes]]:
+        with self._lock:
+            os.eventfd_read(self.fd)
+            taken = list(self._replies)
+            self._replies.clear()
+            return taken
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self.fd)
 
 
 class Server:
@@ -165,7 +203,8 @@ class Server:
 
     Args:
         path: the socket, for this user only. Its folder is made (mode 0700) if it is not there.
-        handlers: a function for each type of request (a tagged struct); they run on the thread, one by one.
+        handlers: a function for each type of request (a tagged struct); they run on the thread, one by one,
+            and may defer their answer.
         max_bytes: a peer that sends a larger frame is disconnected.
 
     Raises:
@@ -175,7 +214,7 @@ class Server:
     def __init__(
         self,
         path: str | Path,
-        handlers: Mapping[type[Any], Callable[[Any], msgspec.Struct]],
+        handlers: Mapping[type[Any], Handler],
         *,
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
@@ -199,6 +238,7 @@ class Server:
             raise IpcError(
                 f"{self.path} cannot be bound ({error}); make its folder writable for this user"
             ) from error
+        self._deferred = _Deferred()
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://close")
         self._wake.connect("inproc://close")
@@ -217,6 +257,7 @@ class Server:
             if self._thread.is_alive():
                 logger.warning("%s: a handler still runs %g s after close", self.path, _CLOSE_TIMEOUT_S)
                 return
+            self._deferred.close()
             self._wake.close(linger=0)
             self._context.term()
 
@@ -244,13 +285,18 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
+        poller.register(self._deferred.fd, zmq.POLLIN)
         try:
             while True:
                 try:
                     ready = dict(poller.poll())
                     if self._woken in ready:
                         return
-                    self._answer(self._router.recv_multipart())
+                    if self._deferred.fd in ready:
+                        for reply in self._deferred.take():
+                            self._router.send_multipart(reply)
+                    if self._router in ready:
+                        self._answer(self._router.recv_multipart())
                 except Exception:
                     self.counters.failures += 1
                     self._log_once("socket", f"{self.path}: the socket failed; going on")
@@ -265,10 +311,24 @@ class Server:
             return
         peer, request_id, payload = frames
         reply = self._reply(payload)
-        if int.from_bytes(request_id, "little") != _NO_REPLY:
+        if int.from_bytes(request_id, "little") == _NO_REPLY:
+            return
+        if isinstance(reply, Future):
+            reply.add_done_callback(partial(self._defer, peer, request_id))
+        else:
             self._router.send_multipart([peer, request_id, reply])
 
-    def _reply(self, payload: bytes) -> bytes:
+    def _defer(self, peer: bytes, request_id: bytes, answer: Future[msgspec.Struct]) -> None:
+        """On whatever thread has made the answer."""
+        try:
+            reply = msgspec.msgpack.encode(answer.result())
+        except BaseException as error:
+            self.counters.failures += 1
+            logger.debug("%s: an answer failed", self.path, exc_info=error)
+            reply = _failure(type(error).__name__, str(error))
+        self._deferred.put([peer, request_id, reply])
+
+    def _reply(self, payload: bytes) -> bytes | Future[msgspec.Struct]:
         try:
             request = self._decoder.decode(payload)
         except (
@@ -278,7 +338,8 @@ class Server:
             return _failure("Malformed", f"the request has no agreed form ({error}); {_SAME_VERSION}")
         self.counters.requests += 1
         try:
-            return msgspec.msgpack.encode(self._handlers[type(request)](request))
+            answer = self._handlers[type(request)](request)
+            return answer if isinstance(answer, Future) else msgspec.msgpack.encode(answer)
         except Exception as error:
             self.counters.failures += 1
             name = type(request).__name__

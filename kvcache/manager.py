@@ -19,10 +19,17 @@ from kvcache.gpu_connector.layerwise import LayerwiseConnector
 from kvcache.gpu_connector.paged import BulkConnector
 from kvcache.lookup.client import LookupClient
 from kvcache.lookup.server import LookupServer
+from kvcache.lookup.wire import LookupReply, LookupRequest
 from kvcache.memory.allocator import ChunkAllocator, KVShape
 from kvcache.memory.region import HostRegion
+from kvcache.storage.adapt import adapt
+from kvcache.storage.build import host_policies, open_lanes
+from kvcache.storage.changes import ChangeLog
+from kvcache.storage.fetch import Query, Standing
 from kvcache.storage.manager import StorageManager
-from kvcache.storage.policies import POLICIES
+from kvcache.storage.pins import PinBook
+from kvcache.storage.tenants import Quotas
+from kvcache.storage.tier import TierContext
 from kvcache.storage.tiers.cpu import CpuTier
 from kvcache.tokens.database import ChunkedTokenDatabase
 
@@ -36,8 +43,18 @@ class _EngineLookups:
     def __init__(self, engine: LMCacheEngine) -> None:
         self._engine = engine
 
-    def lookup_and_lease(self, hashes: bytes, owner: str) -> int:
-        return self._engine.storage.lookup_and_lease(self._engine.database.keys(hashes), owner)
+    def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
+        database = self._engine.database
+        keys = database.keys(request.hashes)
+        tokens = len(keys) * database.chunk_size
+        if 0 < request.num_tokens <= tokens:
+            tokens = request.num_tokens
+        skip = min(request.skip, len(keys))
+        query = Query(keys, tokens, request.tenant, request.seconds_per_token, skip)
+        return _reply(self._engine.storage.begin_lookup(owner, query))
+
+    def progress(self, owner: str) -> LookupReply:
+        return _reply(self._engine.storage.standing(owner))
 
     def release(self, owner: str) -> None:
         self._engine.storage.release(owner)
@@ -46,11 +63,20 @@ class _EngineLookups:
         self._engine.storage.release_where(lambda owner: owner.startswith(prefix))
 
 
+def _reply(standing: Standing) -> LookupReply:
+    return LookupReply(
+        standing.chunks, standing.most, standing.stored, standing.wait_s, list(standing.sources)
+    )
+
+
 class _NoLookups:
     """A rank without an engine holds nothing, and says so at once instead of letting the scheduler wait."""
 
-    def lookup_and_lease(self, hashes: bytes, owner: str) -> int:
-        return 0
+    def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
+        return LookupReply(0, 0, 0)
+
+    def progress(self, owner: str) -> LookupReply:
+        return LookupReply(0, 0, 0)
 
     def release(self, owner: str) -> None:
         return
@@ -71,6 +97,9 @@ class LMCacheManager:
         self._lookup_server: LookupServer | None = None
         self._control_server: ControlServer | None = None
         self._region: HostRegion | None = None
+        self._writes_below = True
+        self.changes: ChangeLog | None = None
+        """Where the tiers note what becomes visible and what goes; to be set before the engine starts."""
 
     def start_engine(
         self,
@@ -80,6 +109,7 @@ class LMCacheManager:
         layer_connector: LayerwiseConnector | None = None,
         *,
         device: torch.device,
+        writes_below: bool = True,
     ) -> LMCacheEngine:
         """Makes the engine of a rank.
 
@@ -89,15 +119,17 @@ class LMCacheManager:
             gpu_connector: copies between the rank's pages and the chunks, all layers at once.
             layer_connector: the same a layer at a time; None where that is not asked for.
             device: of the pages. A GPU's copies want page-locked memory on its side of the machine.
+            writes_below: False where another rank writes the same chunks to the tiers below host memory.
 
         Raises:
             OSError: the region cannot be reserved.
         """
-        cpu = self.config.tiers.cpu
+        self._writes_below = writes_below
+        tiers = self.config.tiers
         on_gpu = device.type == "cuda"
         region = HostRegion(
-            cpu.capacity,
-            pin=cpu.pinning if on_gpu else "Disabled",
+            tiers.cpu.capacity,
+            pin=tiers.cpu.pinning if on_gpu else "Disabled",
             numa_node=_native.numa_node(device.index or 0) if on_gpu else -1,
             hold=True,
         )
@@ -105,14 +137,63 @@ class LMCacheManager:
         # Pageable is what was asked for where there is no GPU.
         state = (lambda: _STATES.get(region.state, region.state)) if on_gpu else (lambda: "Ready")
         allocator = ChunkAllocator(region, shape)
-        tier = CpuTier(
+        quotas = Quotas(tiers.tenants)
+        pins = PinBook(lambda: cpu.stats().capacity_bytes // shape.chunk_bytes // 2)
+        policy, admission = host_policies(tiers.cpu, allocator.capacity_bytes // shape.chunk_bytes)
+        cpu = CpuTier(
             allocator,
-            POLICIES[cpu.eviction](allocator.capacity_bytes // shape.chunk_bytes),
+            policy,
             self.config.lease_timeout_s,
             state,
+            changes=self.changes,
+            admission=admission,
+            quota=quotas.of,
+            pinned=pins.pinned,
         )
-        self.engine = LMCacheEngine(database, StorageManager(tier), gpu_connector, layer_connector)
+        context = TierContext(
+            shape=shape,
+            namespace=database.namespace,
+            rank=database.rank,
+            pinned=pins.pinned,
+            quota=quotas.of,
+            encryption_key_file=tiers.encryption_key_file,
+            changes=self.changes,
+        )
+        self.engine = LMCacheEngine(
+            database,
+            self._storage(cpu, context, pins, quotas),
+            gpu_connector,
+            layer_connector,
+        )
         return self.engine
+
+    def _storage(self, cpu: CpuTier, context: TierContext, pins: PinBook, quotas: Quotas) -> StorageManager:
+        """All tiers of the rank."""
+        return StorageManager(
+            cpu,
+            open_lanes(self.config.tiers, context),
+            pins=pins,
+            quotas=quotas,
+            forget_after_s=self.config.lease_timeout_s,
+            writes_below=self._writes_below,
+        )
+
+    def adapt(self, config: LMCacheEngineConfig) -> list[str]:
+        """Takes over the live fields of another configuration. Any thread.
+
+        Args:
+            config: differs from the one in use in live fields alone.
+
+        Returns:
+            Those of them that cannot take effect after all (dotted names), and wait for the next start.
+        """
+        waiting = []
+        if self.engine is not None:
+            waiting = adapt(self.engine.storage, self.config.tiers, config.tiers)
+        if self.lookup_client is not None:
+            self.lookup_client.set_timeout(config.lookup_timeout_ms / 1000)
+        self.config = config
+        return waiting
 
     def start_pinning(self) -> None:
         """Lets the engine's memory be page-locked: vLLM has captured its CUDA graphs, which that would break.

@@ -15,7 +15,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """One tier of one rank."""
 
     name: str
-    """`cpu`, later `disk`, `remote`."""
+    """`cpu`, `disk`, `remote`, or that of a plugin."""
     state: str
     """`Ready`, or the reason why not in CamelCase (`Pinning` is still serving)."""
     capacity_bytes: int
@@ -31,6 +31,21 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     read_seconds: float
     write_bytes: int
     write_seconds: float
+    detail: str = ""
+    """In words, why it is not ready."""
+    pinned_objects: int = 0
+    declined: int = 0
+    """Chunks that the admission policy or their tenant's quota did not let in."""
+    fetch_failures: int = 0
+    """Objects that the tier said it had and did not give."""
+    not_worth_tokens: int = 0
+    """Found here, but sooner computed than fetched."""
+    writes_dropped: int = 0
+    """Objects that were to be written here and were not, since too much waited before them."""
+    write_failures: int = 0
+    fetch_latency_seconds: float = 0.0
+    """Measured lately, as is the next; 0 where nothing was."""
+    fetch_bytes_per_second: float = 0.0
 
 
 class WayStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +83,27 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """Reason in CamelCase to count: everything that a guard caught or a request lost."""
     tiers: list[TierStats]
     ways: list[WayStats] = []
+    config_digest: str = ""
+    """Of the configuration file that was last taken in (`kvcache.config.live.file_digest`)."""
+    config_restart: list[str] = []
+    """Fields of it that wait for the next start of the process."""
+
+
+class HistogramStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Observations counted by size."""
+
+    bounds: list[float]
+    """The largest value of each bucket, ascending; one more bucket takes what is larger."""
+    counts: list[int]
+    """In each bucket, one more than there are bounds."""
+    sum: float
+    """Of all observed values."""
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds) + 1:
+            raise ValueError(
+                f"{len(self.counts)} buckets were read for {len(self.bounds)} bounds; one more is due"
+            )
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,3 +127,20 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     lookup_seconds: float
     lookup_timeouts: int
     failures: dict[str, int]
+    lookup_waits: int = 0
+    """Lookups of which more was fetched from slower tiers while their requests waited."""
+    lookup_wait_seconds: float = 0.0
+    """That those requests waited."""
+    lookup_waits_expired: int = 0
+    """Of them, those that took what was there since a tier's deadline was over."""
+    first_token_seconds: dict[str, HistogramStats] = {}
+    """From a request's arrival to its first token, by where its prompt came from: `hit_cache` (at least a
+    part from this cache), `hit_gpu` (from vLLM's own cache, none from this one) or `computed`."""
+    prefill_tokens: int = 0
+    """Of the prompts that were computed as a whole."""
+    prefill_seconds: float = 0.0
+    """In which at least one of those was being computed: the ratio of the two is what a token costs."""
+    config_digest: str = ""
+    """Of the configuration file that was last taken in (`kvcache.config.live.file_digest`)."""
+    config_restart: list[str] = []
+    """Fields of it that wait for the next start of the process."""

@@ -36,6 +36,10 @@ class LMCacheEngineConfig(Strict):
     """The longest that the scheduler waits for all ranks to answer; after it the answer is a miss."""
     lease_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """The longest that a chunk stays protected for a request that was never heard of again."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of the cache's own messages in vLLM's log."""
+    allow_untested_vllm: bool = False
+    """Cache also in a vLLM that is outside of the tested range of releases, at your own risk."""
     runtime_dir: str | None = Field(default=None, min_length=1, max_length=80)
     """Folder of the unix sockets (their whole path may have 107 bytes), shared with the admin sidecar. One
     engine a folder. Without it each engine makes one of its own below the system's temporary folder."""

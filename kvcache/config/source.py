@@ -113,8 +113,28 @@ def _validated(data: Mapping[str, Any], source: str, spell: Callable[[str], str]
     return dict(data)
 
 
-def load_config(
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """What a configuration file says, checked by itself.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or has an unknown key or a value that does not fit.
+    """
+    return _validated(_read_yaml(str(path)), str(path))
+
+
+def config_file(
     extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """The path of the configuration file that these sources name; None without one."""
+    extra = {str(key).removeprefix("lmcache."): value for key, value in (extra_config or {}).items()}
+    path = extra.get(CONFIG_FILE_KEY) or environ.get(CONFIG_FILE_ENV)
+    return str(path) if path else None
+
+
+def load_config(
+    extra_config: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    file: Mapping[str, Any] | None = None,
 ) -> LMCacheEngineConfig:
     """The configuration from all sources, each checked by itself so that an error names where it stands.
 
@@ -122,18 +142,22 @@ def load_config(
         extra_config: vLLM's `kv_connector_extra_config`. Keys may carry the prefix `lmcache.`; `config_file`
             names the YAML file (else the environment variable LMCACHE_CONFIG_FILE does).
         environ: The environment.
+        file: What the YAML file says, in its place: none is read then.
 
     Raises:
         ConfigError: an unknown key, a value that does not fit, or an unreadable file.
     """
     extra = {str(key).removeprefix("lmcache."): value for key, value in (extra_config or {}).items()}
-    path = extra.pop(CONFIG_FILE_KEY, None) or environ.get(CONFIG_FILE_ENV)
+    path = config_file(extra_config, environ)
+    extra.pop(CONFIG_FILE_KEY, None)
     flat = {
         name.removeprefix(ENV_PREFIX): value
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name != CONFIG_FILE_ENV
     }
     merged = _validated(_nested(flat), "environment", _variable)
-    if path:
-        merged = _merge(merged, _validated(_read_yaml(str(path)), str(path)))
+    if file is not None:
+        merged = _merge(merged, _validated(file, path or CONFIG_FILE_KEY))
+    elif path:
+        merged = _merge(merged, read_config_file(path))
     return LMCacheEngineConfig.model_validate(_merge(merged, _validated(extra, "kv_connector_extra_config")))

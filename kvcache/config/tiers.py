@@ -16,7 +16,14 @@ AdmissionName = Literal["Always", "SecondUse", "TinyLFU"]
 """Which chunk is let in at all: each, those asked for before, or those asked for more often than the one that
 would have to leave."""
 WriteMode = Literal["Through", "Back"]
-"""Written as soon as a chunk is stored above, or when it leaves the tier above."""
+"""Written as soon as a chunk is stored in host memory, or when it leaves that."""
+WriteQueue = Annotated[Quantity, Field(ge=1 << 20)]
+"""Bytes that wait to be written at most, and at most a quarter of host memory for all tiers together; what
+comes beyond them is not written and is counted. They wait where they lie in host memory."""
+DeadlineMs = Annotated[int, Field(ge=10, le=60_000)]
+"""The longest that a request waits for a tier; after it, what has not come is computed."""
+RESERVED_NAMES = ("gpu", "cpu", "disk", "remote")
+"""Of tiers: none of a third party's has one."""
 
 
 def _absolute(path: str) -> str:
@@ -54,14 +61,19 @@ class DiskTierConfig(Strict):
     """Past the page cache (O_DIRECT). `Auto`: where the file system can."""
     engine: Literal["Auto", "Uring", "Threads"] = "Auto"
     """How reads and writes are submitted. `Auto`: io_uring where the kernel lets it."""
+    deadline_ms: DeadlineMs = 2000
+    write_queue: WriteQueue = 4 << 30
 
 
 class TlsConfig(Strict):
     """TLS towards a remote tier. Without files the system's certificates count."""
 
     ca_file: AbsolutePath | None = None
+    """Certificates (PEM) that vouch for the server."""
     cert_file: AbsolutePath | None = None
+    """Certificate (PEM) that this side shows."""
     key_file: AbsolutePath | None = None
+    """Its private key (PEM)."""
 
 
 class ValkeyConfig(Strict):
@@ -72,10 +84,15 @@ class ValkeyConfig(Strict):
     )
     """`host:port` of the server, of some of the cluster's nodes, or of the sentinels."""
     mode: Literal["Single", "Cluster", "Sentinel"] = "Single"
+    """One server, a cluster, or one server that sentinels name."""
     sentinel_master: str | None = Field(default=None, min_length=1, max_length=256)
     """The name under which the sentinels know the server."""
+    sentinel_password_file: AbsolutePath | None = None
+    """Of the sentinels themselves, where they ask for one."""
     database: int = Field(default=0, ge=0, le=1023)
+    """Number of the database; a cluster has database 0 alone."""
     username: str | None = Field(default=None, min_length=1, max_length=256)
+    """Of the server's access lists; without it its default user."""
     password_file: AbsolutePath | None = None
     """Read again when it changes."""
     tls: TlsConfig | None = None
@@ -95,12 +112,17 @@ class S3Config(Strict):
     """An S3 bucket. Credentials come from the chain of the client: environment, files, the pod's identity."""
 
     bucket: str = Field(min_length=3, max_length=63)
+    """Its name; it must be there."""
     prefix: str = Field(default="kvcache/", max_length=512)
+    """Begins every object's name."""
     region: str | None = Field(default=None, min_length=1, max_length=64)
+    """Without it the client's chain of settings says it."""
     endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+$")
     """Of a server that is not AWS."""
     addressing: Literal["Auto", "Path", "Virtual"] = "Auto"
+    """The bucket's name in the path or in the host's name. `Auto`: in the path where an endpoint is given."""
     ca_file: AbsolutePath | None = None
+    """Certificates (PEM) that vouch for the endpoint."""
 
 
 class MooncakeConfig(Strict):
@@ -111,13 +133,17 @@ class MooncakeConfig(Strict):
     metadata_server: str = Field(min_length=1, max_length=512)
     """As its client takes it: `http://host:port/metadata`, `etcd://...` or `P2PHANDSHAKE`."""
     protocol: Literal["tcp", "rdma"] = "tcp"
+    """How bytes travel."""
     device: str = Field(default="", max_length=256)
+    """The network devices for rdma, separated by commas; empty for the client's choice."""
     local_hostname: str | None = Field(default=None, min_length=1, max_length=256)
     """Under which other clients reach this process; without it the pod's address."""
     segment: Quantity = Field(default=0, ge=0)
     """Bytes of this process's memory that it gives to the store; 0: none, it only uses what others give."""
     buffer: Quantity = Field(default=512 << 20, ge=16 << 20)
     """Bytes of the client's own copy buffer."""
+    admin_endpoint: str | None = Field(default=None, pattern=r"^[^:/\s]+:[0-9]{1,5}$")
+    """`host:port` of the master's HTTP service, which lists objects: for clearing and inspecting."""
 
 
 class RemoteTierConfig(Strict):
@@ -126,16 +152,15 @@ class RemoteTierConfig(Strict):
     valkey: ValkeyConfig | None = None
     s3: S3Config | None = None
     mooncake: MooncakeConfig | None = None
-    deadline_ms: int = Field(default=2000, ge=10, le=60_000)
-    """The longest that a request waits for this tier; after it, what has not come is computed."""
+    deadline_ms: DeadlineMs = 2000
     ttl_s: int | None = Field(default=None, ge=1)
-    """Life of an object from its last write, where the tier can; without it the tier's own eviction rules."""
+    """Life of an object from when it was written, in Valkey; elsewhere, and without it, the store's own rules
+    count."""
     admission: AdmissionName = "Always"
     write: WriteMode = "Through"
     connections: int = Field(default=4, ge=1, le=64)
-    """Requests at a time of each rank."""
-    write_queue: Quantity = Field(default=512 << 20, ge=1 << 20)
-    """Bytes that wait to be written at most; what comes beyond them is not written and is counted."""
+    """Requests at a time of each rank, for reads and for writes each."""
+    write_queue: WriteQueue = 512 << 20
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -154,7 +179,8 @@ class PluginTierConfig(Strict):
     """Handed to it as they are."""
     write: WriteMode = "Through"
     admission: AdmissionName = "Always"
-    deadline_ms: int = Field(default=2000, ge=10, le=60_000)
+    deadline_ms: DeadlineMs = 2000
+    write_queue: WriteQueue = 512 << 20
 
 
 class TenantConfig(Strict):
@@ -171,7 +197,19 @@ class TiersConfig(Strict):
     disk: DiskTierConfig | None = None
     remote: RemoteTierConfig | None = None
     plugins: list[PluginTierConfig] = Field(default_factory=list, max_length=8)
+    """Tiers of third parties, asked in this order after all others."""
     tenants: dict[str, TenantConfig] = Field(default_factory=dict, max_length=1024)
     """By `cache_salt`; the key `*` stands for every salt that is not named."""
     encryption_key_file: AbsolutePath | None = None
     """Keys of AES-GCM for what lies in tiers below host memory. See `kvcache.storage.sealing`."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [*RESERVED_NAMES, *(plugin.name for plugin in self.plugins)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"plugins: {', '.join(twice)} names more than one tier; give each plugin a name of its own "
+                f"other than {', '.join(RESERVED_NAMES)}"
+            )
+        return self

@@ -10,36 +10,39 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
+import msgspec
 import zmq
 
-from kvcache.ipc import Client, Done, IpcError, NoAnswerError, UnreachableError
+from kvcache.ipc import Client, Done, IpcError, NoAnswerError, ReplyT, UnreachableError
+from kvcache.lookup.ranks import Backoff, Rank
 from kvcache.lookup.wire import (
     DIGEST_BYTES,
     MAX_CHUNKS,
     MAX_ID_CHARS,
+    NO_TENANT,
     Hello,
     LookupReply,
     LookupRequest,
-    Release,
+    Progress,
+    ProgressReply,
     lease_owner,
     socket_path,
 )
 
+__all__ = ["NEVER_ASKED", "Backoff", "LookupClient", "LookupCounters", "LookupResult", "combined"]
+
 logger = logging.getLogger(__name__)
 
 NEVER_ASKED = -1
-_MAX_UNRELEASED = 4096
-"""Releases kept for a rank that takes no messages now; older ones are left to the lease's timeout."""
-_RELEASE_BATCH = 256
-"""Times the longest id, well below what one message may have."""
-_PROBE_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 1e-3
+"""Between two questions how far waiting lookups are: what vLLM sleeps in a step with nothing to compute."""
+_PROGRESS_BATCH = 256
+"""Lookups in one question."""
 
 
 class LookupResult(NamedTuple):
@@ -47,6 +50,14 @@ class LookupResult(NamedTuple):
     """Chunks from the start on that every rank holds and has leased."""
     timed_out: bool
     """A rank did not answer: 0 chunks then says nothing about what is stored."""
+    stored: int = 0
+    """Chunks from the start on that every rank holds, skipped ones too."""
+    coming: int = 0
+    """Chunks behind these that may come from slower tiers: `progress` says when they have."""
+    wait_s: float = 0.0
+    """From the lookup's start: the longest to wait for them."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """Where the chunks come from, in order: tiers and numbers of chunks. Empty: all from host memory."""
 
 
 @dataclass
@@ -64,97 +75,14 @@ class LookupCounters:
 
 
 @dataclass
-class Backoff:
-    """When a rank that missed a deadline may be asked again: after it answered a probe and a pause is over.
+class _Answers(Generic[ReplyT]):
+    """What all ranks answered to one question."""
 
-    The pause doubles with every miss up to `longest_s` and starts anew after a lookup was answered, so that a
-    rank that answers probes but no lookups costs a deadline ever more rarely.
-    """
-
-    first_s: float = 0.1
-    longest_s: float = 5.0
-    pause_s: float = 0.0
-    retry_at: float = 0.0
-    waiting: bool = False
-
-    def missed(self, now: float) -> None:
-        self.pause_s = min(self.longest_s, max(self.first_s, 2 * self.pause_s))
-        self.retry_at = now + self.pause_s
-        self.waiting = True
-
-    def probe_answered(self) -> None:
-        self.waiting = False
-
-    def answered(self) -> None:
-        self.pause_s = 0.0
-
-    def may_ask(self, now: float) -> bool:
-        return not self.waiting and now >= self.retry_at
-
-
-@dataclass
-class _Rank:
-    """One rank's server, as the scheduler sees it."""
-
-    number: int
-    client: Client
-    session: str
-    backoff: Backoff = field(default_factory=Backoff)
-    greeted: bool = False
-    probe_id: int | None = None
-    probe_again_at: float = 0.0
-    unreleased: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_UNRELEASED))
-
-    def usable(self, now: float) -> bool:
-        """Whether to send it lookups; probes it, without waiting, where not."""
-        if self.backoff.waiting:
-            self._read_probe()
-        if self.backoff.waiting and now >= self.probe_again_at:
-            self.probe_id = self.client.post(Hello(self.session), reply=True)
-            if self.probe_id is not None:
-                self.greeted = True
-                self.probe_again_at = now + _PROBE_INTERVAL_S
-        return self.backoff.may_ask(now)
-
-    def ask(self, request: LookupRequest, deadline: float) -> int:
-        if not self.greeted:
-            self.client.send(Hello(self.session), deadline, reply=False)
-            self.greeted = True
-        # First, since what waits belongs to lookups before this one, perhaps under the same id.
-        self._send_releases(lambda message: self.client.send(message, deadline, reply=False))
-        return self.client.send(request, deadline)
-
-    def missed(self, now: float, error: IpcError) -> None:
-        if not self.backoff.pause_s:
-            logger.warning("rank %d: %s; prompts count as not cached until it answers", self.number, error)
-        self.backoff.missed(now)
-        self.probe_id, self.probe_again_at = None, 0.0
-
-    def release(self, *lookup_ids: str) -> None:
-        """Ends the leases of these lookups, or does so when the rank takes messages again."""
-        self.unreleased.extend(lookup_ids)
-        self._send_releases(self.client.post)
-
-    def _send_releases(self, send: Callable[[Release], int | None]) -> None:
-        while self.unreleased:
-            batch = list(islice(self.unreleased, _RELEASE_BATCH))
-            if send(Release(self.session, batch)) is None:
-                return
-            for _ in batch:
-                self.unreleased.popleft()
-
-    def _read_probe(self) -> None:
-        if self.probe_id is None:
-            return
-        try:
-            self.client.receive(self.probe_id, Done, deadline=0.0)
-        except NoAnswerError:
-            return
-        except IpcError as error:
-            logger.debug("rank %d: %s", self.number, error)
-            return
-        self.backoff.probe_answered()
-        self.release()
+    replies: list[ReplyT]
+    """One a rank, unless `missed` or `failed`."""
+    asked: list[Rank]
+    missed: bool = False
+    failed: bool = False
 
 
 class LookupClient:
@@ -179,17 +107,23 @@ class LookupClient:
     ) -> None:
         self.session = session or secrets.token_hex(8)
         self.counters = LookupCounters()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._answers: dict[str, int] = {}
+        self._waiting: dict[str, LookupResult] = {}
+        self._next_progress = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         try:
             for rank in range(world_size):
                 client = Client(socket_path(runtime_dir, rank), self._context)
-                self._ranks.append(_Rank(rank, client, self.session))
+                self._ranks.append(Rank(rank, client, self.session))
         except IpcError:
             self.close()
             raise
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest that one lookup takes from now on."""
+        self.timeout_s = timeout_s
 
     def hello(self, timeout_s: float) -> list[int]:
         """Opens the session on every rank, which ends the leases of a scheduler before this one.
@@ -213,15 +147,29 @@ class LookupClient:
                 missing.append(rank.number)
         return sorted(missing)
 
-    def lookup(self, lookup_id: str, hashes: bytes) -> LookupResult:
+    def lookup(
+        self,
+        lookup_id: str,
+        hashes: bytes,
+        *,
+        num_tokens: int = 0,
+        skip: int = 0,
+        tenant: bytes = NO_TENANT,
+        seconds_per_token: float = 0.0,
+    ) -> LookupResult:
         """How many of a prompt's chunks every rank holds.
 
         They stay leased until `cancel`, or until the worker that loads them ends the lease of
-        `owner(lookup_id)`. The answer is kept for `lookup_cache`.
+        `owner(lookup_id)`. The answer is kept for `lookup_cache`. While more is `coming`, ask `progress` and
+        end with `settle`.
 
         Args:
             lookup_id: the request's id.
             hashes: 16 bytes a chunk, in the prompt's order.
+            num_tokens: that they stand for, if the last chunk is not full.
+            skip: leading chunks that need not be there; they count as found.
+            tenant: 16 bytes, whose request it is.
+            seconds_per_token: what computing a token takes; 0 if not known.
 
         Raises:
             ValueError: `hashes` is no whole number of digests.
@@ -233,13 +181,42 @@ class LookupClient:
         if not hashes:
             result = LookupResult(0, False)
         elif _fits(lookup_id):
-            result = self._lookup(lookup_id, hashes[: MAX_CHUNKS * DIGEST_BYTES], started)
+            hashes = hashes[: MAX_CHUNKS * DIGEST_BYTES]
+            request = LookupRequest(
+                self.session, lookup_id, hashes, num_tokens, tenant, seconds_per_token, skip
+            )
+            result = self._lookup(request, started)
         else:
             self.counters.failures += 1
             result = LookupResult(0, False)
         self.counters.seconds += time.monotonic() - started
         self._answers[lookup_id] = result.chunks
+        self._waiting.pop(lookup_id, None)
+        if result.coming:
+            self._waiting[lookup_id] = result
         return result
+
+    def progress(self, lookup_id: str) -> LookupResult:
+        """How far a lookup is of which more was coming. The ranks are asked for all such lookups at once, and
+        not more often than each millisecond."""
+        started = time.monotonic()
+        if started >= self._next_progress:
+            self._progress(started)
+            ended = time.monotonic()
+            self._next_progress = ended + PROGRESS_INTERVAL_S
+            self.counters.seconds += ended - started
+        return self._waiting.get(lookup_id, LookupResult(self._answers.get(lookup_id, 0), False))
+
+    def settle(self, lookup_id: str) -> int:
+        """Waits no more: the chunks that every rank holds and has leased now. What else comes is not for this
+        lookup."""
+        result = self._waiting.pop(lookup_id, None)
+        if result is not None:
+            self._answers[lookup_id] = result.chunks
+            if not result.chunks:
+                for rank in self._ranks:
+                    rank.release(lookup_id)
+        return self._answers.get(lookup_id, 0)
 
     def lookup_cache(self, lookup_id: str) -> int:
         """The chunks that the last lookup of this request found; -1 if it was never asked or is cleared."""
@@ -248,6 +225,7 @@ class LookupClient:
     def clear(self, lookup_id: str) -> None:
         """Forgets the answer. Its leases are left to the worker that loads."""
         self._answers.pop(lookup_id, None)
+        self._waiting.pop(lookup_id, None)
 
     def cancel(self, lookup_id: str) -> None:
         """Forgets the answer and ends its leases on every rank, also that of a lookup not answered yet."""
@@ -271,44 +249,74 @@ class LookupClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lookup(self, lookup_id: str, hashes: bytes, now: float) -> LookupResult:
+    def _lookup(self, request: LookupRequest, now: float) -> LookupResult:
         away = [rank for rank in self._ranks if not rank.usable(now)]  # asks all, so that each gets its probe
         if away:
             self.counters.skipped += 1
             return LookupResult(0, True)
-        request = LookupRequest(self.session, lookup_id, hashes)
-        deadline = now + self._timeout_s
-        found = len(hashes) // DIGEST_BYTES
-        most = 0
-        missed = failed = False
-        asked: list[tuple[_Rank, int]] = []
+        answers = self._ask(request, LookupReply, now + self.timeout_s)
+        self.counters.timeouts += answers.missed
+        self.counters.failures += answers.failed
+        result = LookupResult(0, answers.missed)
+        if not (answers.missed or answers.failed):
+            result = combined(answers.replies)
+        held = any(reply.chunks or reply.most for reply in answers.replies)
+        if answers.missed or answers.failed or (held and not (result.chunks or result.coming)):
+            # Follows the lookup on the same connection, so it ends also the lease of one answered late.
+            for rank in answers.asked:
+                rank.release(request.lookup_id)
+        return result
+
+    def _progress(self, now: float) -> None:
+        """Asks how far all waiting lookups are. Where a rank does not say, nothing is there."""
+        waiting = [lookup_id for lookup_id, result in self._waiting.items() if result.coming]
+        if waiting and not all(rank.usable(now) for rank in self._ranks):
+            self._waiting.update(dict.fromkeys(waiting, LookupResult(0, True)))
+            return
+        for start in range(0, len(waiting), _PROGRESS_BATCH):
+            batch = waiting[start : start + _PROGRESS_BATCH]
+            answers = self._ask(Progress(self.session, batch), ProgressReply, now + self.timeout_s)
+            whole = not (answers.missed or answers.failed)
+            if whole and all(len(reply.lookups) == len(batch) for reply in answers.replies):
+                by_lookup = zip(*(reply.lookups for reply in answers.replies), strict=True)
+                self._waiting.update(zip(batch, map(combined, by_lookup), strict=True))
+            else:
+                self.counters.timeouts += answers.missed
+                self.counters.failures += not answers.missed
+                self._waiting.update(dict.fromkeys(batch, LookupResult(0, answers.missed)))
+
+    def _ask(self, request: msgspec.Struct, reply: type[ReplyT], deadline: float) -> _Answers[ReplyT]:
+        """Asks all ranks at once. One that does not answer is left alone for a while."""
+        answers: _Answers[ReplyT] = _Answers([], [])
+        ids: list[int] = []
         for rank in self._ranks:
             try:
-                asked.append((rank, rank.ask(request, deadline)))
+                ids.append(rank.ask(request, deadline))
+                answers.asked.append(rank)
             except (UnreachableError, NoAnswerError) as error:
                 rank.missed(time.monotonic(), error)
-                missed = True
-                break  # the answer is 0 whatever the others hold
-        if not missed:
-            for rank, request_id in asked:
-                try:
-                    chunks = rank.client.receive(request_id, LookupReply, deadline).chunks
-                    rank.backoff.answered()
-                    found, most = min(found, chunks), max(most, chunks)
-                except NoAnswerError as error:
-                    rank.missed(time.monotonic(), error)
-                    missed = True
-                except IpcError as error:
-                    logger.debug("rank %d: %s", rank.number, error)
-                    failed = True
-        self.counters.timeouts += missed
-        self.counters.failures += failed
-        if missed or failed or (found == 0 and most > 0):
-            # Follows the lookup on the same connection, so it ends also the lease of one answered late.
-            for rank, _ in asked:
-                rank.release(lookup_id)
-            found = 0
-        return LookupResult(found, missed)
+                answers.missed = True
+                return answers  # the answer is nothing whatever the others hold
+        for rank, request_id in zip(answers.asked, ids, strict=True):
+            try:
+                answers.replies.append(rank.client.receive(request_id, reply, deadline))
+                rank.backoff.answered()
+            except NoAnswerError as error:
+                rank.missed(time.monotonic(), error)
+                answers.missed = True
+            except IpcError as error:
+                logger.debug("rank %d: %s", rank.number, error)
+                answers.failed = True
+        return answers
+
+
+def combined(replies: Sequence[LookupReply]) -> LookupResult:
+    """What all ranks hold: the least of them, now and later."""
+    chunks, most = min(reply.chunks for reply in replies), min(reply.most for reply in replies)
+    stored = min(reply.stored for reply in replies)
+    coming = max(0, most - chunks)
+    wait_s = max(reply.wait_s for reply in replies) if coming else 0.0
+    return LookupResult(chunks, False, stored, coming, wait_s, tuple(replies[0].sources))
 
 
 def _fits(lookup_id: str) -> bool:

@@ -13,6 +13,8 @@ from kvcache.lookup.wire import (
     Hello,
     LookupReply,
     LookupRequest,
+    Progress,
+    ProgressReply,
     Release,
     lease_owner,
     socket_path,
@@ -24,17 +26,22 @@ logger = logging.getLogger(__name__)
 class LookupBackend(Protocol):
     """What the server asks of the engine. Called on the server's thread."""
 
-    def lookup_and_lease(self, hashes: bytes, owner: str) -> int:
-        """Leases to `owner` what is stored of these chunks, from the first on without a gap; their number.
+    def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
+        """Leases to `owner` what is stored of the chunks, from the first on without a gap, and begins to
+        fetch what is stored in slower tiers. Answers at once.
 
         Args:
-            hashes: 16 bytes a chunk.
+            request: a whole number of hashes.
             owner: `<session>/<lookup id>`. Asked again, it holds what it held and what is new.
         """
         ...
 
+    def progress(self, owner: str) -> LookupReply:
+        """How far the owner's lookup is."""
+        ...
+
     def release(self, owner: str) -> None:
-        """Ends the owner's leases. An owner without one is no error."""
+        """Ends the owner's lookup and leases. An owner without any is no error."""
         ...
 
     def release_session(self, prefix: str) -> None:
@@ -61,7 +68,12 @@ class LookupServer:
         self._session: str | None = None
         self._server = Server(
             socket_path(runtime_dir, rank),
-            {Hello: self._hello, LookupRequest: self._lookup, Release: self._release},
+            {
+                Hello: self._hello,
+                LookupRequest: self._lookup,
+                Progress: self._progress,
+                Release: self._release,
+            },
         )
 
     @property
@@ -101,11 +113,18 @@ class LookupServer:
         if rest:
             raise ValueError(f"{len(message.hashes)} bytes of hashes were read; send {DIGEST_BYTES} a chunk")
         owner = lease_owner(message.session, message.lookup_id)
-        found = self._backend.lookup_and_lease(message.hashes, owner)
-        if not 0 <= found <= count:
+        reply = self._backend.lookup(message, owner)
+        if not reply.chunks <= reply.most <= count:
             self._backend.release(owner)
-            raise ValueError(f"the backend found {found} of {count} chunks; it must say 0 to {count}")
-        return LookupReply(found)
+            raise ValueError(
+                f"the backend found {reply.chunks} and perhaps {reply.most} of {count} chunks; it must say 0 "
+                f"to {count}, and no less for what may be"
+            )
+        return reply
+
+    def _progress(self, message: Progress) -> ProgressReply:
+        owners = [lease_owner(message.session, lookup_id) for lookup_id in message.lookup_ids]
+        return ProgressReply([self._backend.progress(owner) for owner in owners])
 
     def _release(self, message: Release) -> Done:
         for lookup_id in message.lookup_ids:

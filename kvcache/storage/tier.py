@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvcache.memory.formats import KVShape
 from kvcache.stats import TierStats
+from kvcache.storage.changes import ChangeLog
 from kvcache.tokens.keys import CacheEngineKey
 
 ENTRY_POINT_GROUP = "kvcache.tiers"
@@ -73,6 +74,10 @@ class Health(NamedTuple):
     """`Ready`, or the reason why not in CamelCase: `RemoteUnreachable`, `DiskReadOnly`, `DiskFull`."""
     detail: str = ""
     """One sentence: what was seen and what to do."""
+    readable: bool = False
+    """Not `Ready`, and yet what is there can be read: a disk that is full or read-only."""
+    writable: bool = False
+    """Not `Ready`, and yet it takes objects: one of several disks is lost."""
 
     @property
     def ready(self) -> bool:
@@ -87,6 +92,14 @@ class ClearScope:
     tenant: bytes | None = None
     keys: Collection[CacheEngineKey] | None = None
     pinned_too: bool = False
+
+    def covers(self, key: CacheEngineKey, tenant: bytes) -> bool:
+        """Whether an object is in the scope, pinned or not."""
+        return (
+            (self.namespace is None or key.namespace == self.namespace)
+            and (self.tenant is None or tenant == self.tenant)
+            and (self.keys is None or key in self.keys)
+        )
 
 
 class Cleared(NamedTuple):
@@ -111,11 +124,20 @@ class TierContext:
     rank: int
     pinned: Callable[[CacheEngineKey], bool] = field(default=lambda key: False)
     """Objects that must not be evicted. Thread-safe."""
+    quota: Callable[[bytes], int | None] = field(default=lambda tenant: None)
+    """Bytes that a tenant's objects of this rank may take, None without a limit: for its own room a tenant
+    that is over it gives up its own objects first, else its objects are declined. Thread-safe, and the
+    answer may change."""
     encryption_key_file: str | None = None
+    changes: ChangeLog | None = None
+    """Where a tier with an index notes which objects of the rank it has from now on, and which no more."""
 
 
 class Tier(ABC):
-    """Thread-safe. `name` is its name in the configuration, in statistics and in flushes."""
+    """Thread-safe. `name` is its name in the configuration, in statistics and in flushes.
+
+    Futures are completed by a thread that holds no lock of the tier: whoever waits may call the tier again.
+    """
 
     name: str
 

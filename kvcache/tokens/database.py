@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcache.tokens.hashing import DIGEST_BYTES, Insert, PrefixChain, digest128
 from kvcache.tokens.keys import CacheEngineKey
+
+_DIGEST = struct.Struct(f"{DIGEST_BYTES}s")
 
 
 class Chunk(NamedTuple):
@@ -24,9 +27,11 @@ def chain_secret(hash_seed: str) -> bytes:
     return digest128(b"chain secret", hash_seed.encode())
 
 
-def chain_root(adapter: str = "", salt: str = "") -> bytes:
-    """Where a request's chain starts. Two requests share a prefix only if adapter and salt are equal."""
-    return digest128(b"chain root", adapter.encode(), salt.encode())
+def chain_root(adapter: str = "", salt: str = "", tags: Iterable[tuple[str, str]] = ()) -> bytes:
+    """Where a request's chain starts. Two requests share a prefix only if adapter, salt and tags (names and
+    values, in the order of the names) are equal."""
+    named = (part.encode() for tag in tags for part in tag)
+    return digest128(b"chain root", adapter.encode(), salt.encode(), *named)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class ChunkedTokenDatabase:
 
     def keys(self, digests: bytes) -> list[CacheEngineKey]:
         """The keys of whole digests, in order."""
+        # As `key`, without its arguments' way through Python: a long prompt's lookup has hundreds of them.
+        make, namespace, rank = tuple.__new__, self.namespace, self.rank
         return [
-            self.key(bytes(digests[at : at + DIGEST_BYTES])) for at in range(0, len(digests), DIGEST_BYTES)
+            make(CacheEngineKey, (digest, namespace, rank, 0)) for (digest,) in _DIGEST.iter_unpack(digests)
         ]

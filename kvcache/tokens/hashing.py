@@ -62,11 +62,18 @@ class PrefixChain:
     def num_chunks(self) -> int:
         return len(self.digests) // DIGEST_BYTES
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends token ids (each a non-negative int32)."""
-        if not len(tokens):
+    def extend(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> None:
+        """Appends token ids, those at `[start, stop)` of `tokens` (each a non-negative int32). A list is read
+        in place, many times faster than any other sequence.
+        """
+        stop = len(tokens) if stop is None else stop
+        if start >= stop:
             return
-        joined = np.concatenate((self._rest, np.asarray(tokens, dtype=np.int32)))
+        if isinstance(tokens, list):
+            new = _native.token_ids(tokens, start, stop)
+        else:
+            new = np.asarray(tokens[start:stop], dtype=np.int32)
+        joined = np.concatenate((self._rest, new)) if len(self._rest) else new
         full = len(joined) // self.chunk_size
         done = 0
         while done < full:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -285,3 +286,30 @@ def test_a_server_in_a_forked_process_is_killed_and_comes_back(path: Path, clien
         assert path.exists()
         with pytest.raises((UnreachableError, NoAnswerError)):
             client.request(Echo(b"for nobody"), Echo, 0.2)
+
+
+def test_a_deferred_answer_holds_up_nobody(socket_dir: Path) -> None:
+    pending: list[Future[Done]] = []
+
+    def defer(_: Nap) -> Future[Done]:
+        pending.append(Future())
+        return pending[-1]
+
+    path = socket_dir / "s.sock"
+    deadline = time.monotonic() + 30
+    server = Server(path, {Nap: defer, Echo: lambda message: message})
+    with server, Client(path) as waiting, Client(path) as other:
+        late, failed = (waiting.send(Nap(0.0), deadline) for _ in range(2))
+        while len(pending) < 2:
+            time.sleep(0.001)
+        assert other.request(Echo(b"meanwhile"), Echo, 10).data == b"meanwhile"
+        threading.Timer(0.05, pending[0].set_result, [Done()]).start()
+        waiting.receive(late, Done, deadline)
+        pending[1].set_exception(ValueError("not today"))
+        with pytest.raises(RemoteError, match="ValueError: not today"):
+            waiting.receive(failed, Done, deadline)
+        assert server.counters.failures == 1
+        waiting.send(Nap(0.0), deadline)
+        while len(pending) < 3:
+            time.sleep(0.001)
+    pending[2].set_result(Done())  # the server is gone, and nobody minds

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvcache.ipc import IpcError
 from kvcache.lookup.client import NEVER_ASKED, Backoff, LookupClient, LookupResult
 from kvcache.lookup.server import LookupServer
-from kvcache.lookup.wire import MAX_ID_CHARS, socket_path
+from kvcache.lookup.wire import MAX_ID_CHARS, LookupReply, LookupRequest, socket_path
 
 DIGEST = 16
 
@@ -41,16 +41,20 @@ class Rank:
     def store(self, hashes: bytes, count: int) -> None:
         self.stored = {hashes[i * DIGEST : (i + 1) * DIGEST] for i in range(count)}
 
-    def lookup_and_lease(self, hashes: bytes, owner: str) -> int:
+    def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
         self.go.wait(30)
         if self.error is not None:
             raise self.error
-        found = 0
+        hashes, found = request.hashes, 0
         while found * DIGEST < len(hashes) and hashes[found * DIGEST : (found + 1) * DIGEST] in self.stored:
             found += 1
         if found:
             self.leases[owner] = found
-        return found
+        return LookupReply(found, found, found)
+
+    def progress(self, owner: str) -> LookupReply:
+        found = self.leases.get(owner, 0)
+        return LookupReply(found, found, found)
 
     def release(self, owner: str) -> None:
         self.leases.pop(owner, None)
@@ -94,7 +98,7 @@ def test_the_answer_is_the_least_of_all_ranks(socket_dir: Path, world_size: int)
             held = [random.randint(0, total) for _ in ranks]
             for rank, count in zip(ranks, held, strict=True):
                 rank.store(hashes, count)
-            assert client.lookup(f"r{number}", hashes) == LookupResult(min(held), False)
+            assert client.lookup(f"r{number}", hashes) == LookupResult(min(held), False, min(held))
             assert client.lookup_cache(f"r{number}") == min(held)
         assert client.counters.lookups == 20
         assert client.counters.seconds > 0
@@ -153,7 +157,7 @@ def test_a_rank_that_hangs_costs_the_deadline_once_and_keeps_no_lease(socket_dir
         eventually(lambda: ranks[0].leases == {})
 
         ranks[1].go.set()
-        eventually(lambda: client.lookup("again", hashes) == LookupResult(6, False))
+        eventually(lambda: client.lookup("again", hashes) == LookupResult(6, False, 6))
         settle(client, servers)
         assert [set(rank.leases) for rank in ranks] == [{client.owner("again")}] * 2, "no late lease stayed"
 
@@ -181,7 +185,7 @@ def test_a_rank_that_is_not_there_costs_no_time(socket_dir: Path) -> None:
             assert client.lookup(f"r{number}", hashes) == LookupResult(0, True)
         assert client.hello(0.01) == [0]
         with serving(socket_dir, [rank]):
-            eventually(lambda: client.lookup("r", hashes) == LookupResult(3, False))
+            eventually(lambda: client.lookup("r", hashes) == LookupResult(3, False, 3))
 
 
 def test_the_ranks_restart(socket_dir: Path) -> None:
@@ -192,7 +196,7 @@ def test_the_ranks_restart(socket_dir: Path) -> None:
             for rank in ranks:
                 rank.store(hashes, 7 - life)
             with serving(socket_dir, ranks) as servers:
-                eventually(lambda: client.lookup("r", hashes) == LookupResult(7 - life, False))  # noqa: B023
+                eventually(lambda: client.lookup("r", hashes) == LookupResult(7 - life, False, 7 - life))  # noqa: B023
                 settle(client, servers)
             assert client.lookup("gone", hashes) == LookupResult(0, True)
 
@@ -239,15 +243,16 @@ def test_an_engine_that_fails_is_a_miss_and_no_reason_to_stay_away(socket_dir: P
         assert client.lookup("a", hashes) == LookupResult(0, False)
         assert client.counters.failures == 1
         ranks[1].error = None
-        assert client.lookup("b", hashes) == LookupResult(3, False)
+        assert client.lookup("b", hashes) == LookupResult(3, False, 3)
         assert set(ranks[0].leases) == {client.owner("b")}
 
 
 def test_an_engine_that_claims_too_much_is_not_believed(socket_dir: Path) -> None:
     class Boaster(Rank):
-        def lookup_and_lease(self, hashes: bytes, owner: str) -> int:
+        def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
             self.leases[owner] = 99
-            return len(hashes) // DIGEST + 1
+            count = len(request.hashes) // DIGEST + 1
+            return LookupReply(count, count, count)
 
     rank = Boaster()
     with serving(socket_dir, [rank]), LookupClient(socket_dir, 1, timeout_s=10) as client:
@@ -264,7 +269,7 @@ def test_an_id_that_no_rank_accepts_is_a_miss(socket_dir: Path, lookup_id: str) 
     with serving(socket_dir, [rank]) as servers, LookupClient(socket_dir, 1, timeout_s=10) as client:
         assert client.lookup(lookup_id, hashes) == LookupResult(0, False)
         client.cancel(lookup_id)
-        assert client.lookup("x" * MAX_ID_CHARS, hashes) == LookupResult(1, False)
+        assert client.lookup("x" * MAX_ID_CHARS, hashes) == LookupResult(1, False, 1)
         settle(client, servers)
         assert servers[0].counters.malformed == 0
 
@@ -280,7 +285,7 @@ def test_releases_wait_for_a_rank_that_is_away_and_come_before_the_next_lookup(s
         for lookup_id in ids:
             client.cancel(lookup_id)
         with serving(socket_dir, [rank]) as servers:
-            eventually(lambda: client.lookup(ids[0], hashes) == LookupResult(1, False))
+            eventually(lambda: client.lookup(ids[0], hashes) == LookupResult(1, False, 1))
             settle(client, servers)
             assert set(rank.leases) == {client.owner(ids[0])}
 
@@ -297,7 +302,7 @@ def test_garbage_does_not_stop_lookups(socket_dir: Path) -> None:
             raw.send_multipart([bytes(8), os.urandom(random.randint(0, 50))])
             raw.send_multipart([os.urandom(random.randint(0, 30))])
         eventually(lambda: servers[0].counters.malformed == 40)
-        assert client.lookup("a", hashes) == LookupResult(3, False)
+        assert client.lookup("a", hashes) == LookupResult(3, False, 3)
         context.destroy(linger=0)
 
 
@@ -326,3 +331,113 @@ def test_backoff(events: list[tuple[str, float]]) -> None:
             backoff.answered()
             misses_in_a_row = 0
             assert backoff.may_ask(now)
+
+
+# Lookups that wait for slower tiers
+
+
+class SlowRank(Rank):
+    """A rank that has some chunks at once and others later."""
+
+    def __init__(self, chunks: int, most: int, wait_s: float = 0.0) -> None:
+        super().__init__()
+        self.reply = LookupReply(chunks, most, chunks, wait_s, [("cpu", chunks)])
+        self.asked: list[LookupRequest] = []
+        self.progressed = 0
+
+    def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
+        self.asked.append(request)
+        self.leases[owner] = self.reply.chunks
+        return self.reply
+
+    def progress(self, owner: str) -> LookupReply:
+        self.go.wait(30)
+        self.progressed += 1
+        return self.reply if owner in self.leases else LookupReply(0, 0, 0)
+
+
+def wait_for(client: LookupClient, lookup_id: str, result: LookupResult) -> None:
+    eventually(lambda: client.progress(lookup_id) == result)
+
+
+def test_what_may_come_is_the_least_of_all_ranks_too(socket_dir: Path) -> None:
+    ranks = [SlowRank(2, 5, 1.5), SlowRank(1, 4, 0.5)]
+    with serving(socket_dir, ranks) as servers, LookupClient(socket_dir, 2, timeout_s=10) as client:
+        tenant = os.urandom(16)
+        found = client.lookup("a", digests(6), num_tokens=90, skip=1, tenant=tenant, seconds_per_token=0.5)
+        assert found == LookupResult(1, False, 1, 3, 1.5, (("cpu", 2),))
+        request = ranks[1].asked[0]
+        assert (request.num_tokens, request.skip, request.tenant) == (90, 1, tenant)
+        assert request.seconds_per_token == 0.5
+        ranks[0].reply = LookupReply(5, 5, 5)
+        wait_for(client, "a", LookupResult(1, False, 1, 3, 0.5, ()))
+        # The second rank has no more: nobody waits for what one rank alone has.
+        ranks[1].reply = LookupReply(2, 2, 2)
+        wait_for(client, "a", LookupResult(2, False, 2))
+        assert client.settle("a") == client.lookup_cache("a") == 2
+        settle(client, servers)
+        assert all(rank.leases for rank in ranks)
+
+
+def test_one_question_a_millisecond_for_all_that_wait(socket_dir: Path) -> None:
+    rank = SlowRank(0, 3, 1.0)
+    with serving(socket_dir, [rank]), LookupClient(socket_dir, 1, timeout_s=10) as client:
+        names = [f"r{number}" for number in range(50)]
+        for name in names:
+            client.lookup(name, digests(3))
+        started = time.monotonic()
+        turns = 0
+        while time.monotonic() < started + 0.05:
+            assert all(client.progress(name).coming == 3 for name in names)
+            turns += 1
+        took = (time.monotonic() - started) * 1000
+        assert 0 < rank.progressed <= 50 * (took + 1)
+        assert turns > 0
+
+
+def test_a_lookup_that_ends_with_nothing_keeps_no_lease(socket_dir: Path) -> None:
+    ranks = [SlowRank(2, 4), SlowRank(0, 4)]
+    with serving(socket_dir, ranks) as servers, LookupClient(socket_dir, 2, timeout_s=10) as client:
+        assert client.lookup("a", digests(4)).coming == 4
+        assert client.lookup("b", digests(4)).coming == 4
+        assert client.settle("a") == 0
+        client.cancel("b")
+        settle(client, servers)
+        assert [rank.leases for rank in ranks] == [{}, {}]
+        assert client.progress("a") == LookupResult(0, False)
+
+
+def test_a_rank_that_hangs_while_others_wait_costs_one_deadline(socket_dir: Path) -> None:
+    ranks = [SlowRank(1, 4), SlowRank(1, 4)]
+    with serving(socket_dir, ranks) as servers, LookupClient(socket_dir, 2, timeout_s=0.2) as client:
+        for name in "abc":
+            assert client.lookup(name, digests(4)).coming == 3
+        ranks[1].go.clear()
+        eventually(lambda: client.progress("a") == LookupResult(0, True))
+        before = client.counters.seconds
+        assert client.progress("b") == client.progress("c") == LookupResult(0, True)
+        assert client.counters.seconds - before < 0.2
+        assert [client.settle(name) for name in "abc"] == [0, 0, 0]
+        ranks[1].go.set()
+        eventually(lambda: client.lookup("d", digests(4)).coming == 3)
+        settle(client, servers)
+        assert [set(rank.leases) for rank in ranks] == [{client.owner("d")}] * 2
+
+
+def test_a_rank_that_was_restarted_knows_of_no_lookup(socket_dir: Path) -> None:
+    rank = SlowRank(1, 4)
+    with serving(socket_dir, [rank]), LookupClient(socket_dir, 1, timeout_s=10) as client:
+        client.lookup("a", digests(4))
+        rank.leases.clear()
+        wait_for(client, "a", LookupResult(0, False))
+        assert client.settle("a") == 0
+
+
+def test_more_lookups_than_one_question_holds(socket_dir: Path) -> None:
+    rank = SlowRank(1, 4)
+    with serving(socket_dir, [rank]), LookupClient(socket_dir, 1, timeout_s=10) as client:
+        names = [f"r{number}" for number in range(600)]
+        for name in names:
+            client.lookup(name, digests(4))
+        rank.reply = LookupReply(4, 4, 4)
+        eventually(lambda: all(client.progress(name) == LookupResult(4, False, 4) for name in names))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from kvcache.config.tiers import WriteMode
 from tests.simulator.engine import Shape
 from tests.simulator.world import Faults
 
@@ -41,8 +42,16 @@ def random_shape(dice: random.Random) -> Shape:
         role=dice.choice(("kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer")),
         broken_rank=dice.randrange(ranks) if dice.random() < 0.05 else None,
         drafts=dice.choice((0, 0, 3)) if depth == 1 else 0,
+        below=random_below(dice),
         extra=tuple(extra.items()),
     )
+
+
+def random_below(dice: random.Random) -> tuple[tuple[WriteMode, bool], ...]:
+    """None, a disk, a remote, or both."""
+    disk: tuple[WriteMode, bool] = (dice.choice(("Through", "Back")), True)
+    remote: tuple[WriteMode, bool] = (dice.choice(("Through", "Through", "Back")), False)
+    return dice.choice(((), (disk,), (remote,), (disk, remote)))
 
 
 def random_case(dice: random.Random) -> tuple[Shape, Faults]:
@@ -63,4 +72,4 @@ def random_faults(dice: random.Random) -> Faults:
 
     if dice.random() < 0.3:
         return Faults()
-    return Faults(copy=rate(), lookup=rate(), plan=rate() / 5, vanish=rate())
+    return Faults(copy=rate(), lookup=rate(), plan=rate() / 5, vanish=rate(), slow=rate(), hang=rate())

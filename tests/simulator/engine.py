@@ -26,15 +26,21 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcache.config.tiers import WriteMode
 from kvcache.gpu_connector import base
 from kvcache.integration.vllm import adapter
 from kvcache.integration.vllm.adapter import LMCacheConnectorV1Impl
 from kvcache.integration.vllm.connector import LMCacheConnectorV1Dynamic
 from kvcache.lookup.client import LookupClient
 from kvcache.manager import LMCacheManager, _EngineLookups, _NoLookups
+from kvcache.storage.manager import StorageManager
+from kvcache.storage.pins import PinBook
+from kvcache.storage.tenants import Quotas
+from kvcache.storage.tiers.cpu import CpuTier
 from tests.simulator.copies import SimulatedTransfer, Streams
 from tests.simulator.lookups import SimulatedLookups
 from tests.simulator.runner import Rank
+from tests.simulator.slow import SlowTiers
 from tests.simulator.values import LANES
 
 MAX_MODEL_LEN = 512
@@ -59,6 +65,8 @@ class Shape:
         broken_rank: a rank whose engine cannot start.
         drafts: speculative tokens a step.
         sockets: lookups go over unix sockets, in the folder that `extra` names as `runtime_dir`.
+        below: tiers below host memory, the fastest first: how each is written, and whether it knows at once
+            what it has.
         extra: more of the cache's configuration.
     """
 
@@ -78,6 +86,7 @@ class Shape:
     broken_rank: int | None = None
     drafts: int = 0
     sockets: bool = False
+    below: tuple[tuple[WriteMode, bool], ...] = ()
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -107,6 +116,7 @@ class Engine:
         about_to_write: Callable[[int, Sequence[int]], None],
     ) -> None:
         self.shape = shape
+        self.slow = SlowTiers()
         self.backends: list[Any] = []
         self.lookups = SimulatedLookups(self.backends, times_out)
         self.config = _vllm_config(shape, model_dir)
@@ -206,6 +216,13 @@ class _Manager(LMCacheManager):
         tiers = self.config.tiers.model_copy(update={"cpu": cpu})
         self.config = self.config.model_copy(update={"tiers": tiers})
         return super().start_engine(*arguments, **more)
+
+    def _storage(self, cpu: CpuTier, context: Any, pins: PinBook, quotas: Quotas) -> StorageManager:
+        slow = self._simulated.slow
+        lanes = slow.lanes(self._simulated.shape.below)
+        return StorageManager(
+            cpu, lanes, pins=pins, quotas=quotas, run_soon=slow.soon.append, clock=slow.clock
+        )
 
     def start_lookup_server(self, rank: int) -> None:
         if self._simulated.shape.sockets:

@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcache.lookup.client import LookupCounters, LookupResult
+from kvcache.lookup.client import LookupCounters, LookupResult, combined
 from kvcache.lookup.server import LookupBackend
-from kvcache.lookup.wire import DIGEST_BYTES, lease_owner
+from kvcache.lookup.wire import NO_TENANT, LookupReply, LookupRequest, lease_owner
 
 
 @dataclass
@@ -22,7 +22,7 @@ class SimulatedLookups:
 
     Args:
         backends: one a rank, filled in when the ranks start.
-        times_out: whether a rank does not answer the next lookup.
+        times_out: whether a rank does not answer the next question.
     """
 
     backends: list[LookupBackend]
@@ -30,29 +30,52 @@ class SimulatedLookups:
     session: str = field(default_factory=lambda: secrets.token_hex(8))
     counters: LookupCounters = field(default_factory=LookupCounters)
     _posted: list[str] = field(default_factory=list)
+    _waiting: dict[str, LookupResult] = field(default_factory=dict)
 
-    def lookup(self, lookup_id: str, hashes: bytes) -> LookupResult:
+    def lookup(
+        self,
+        lookup_id: str,
+        hashes: bytes,
+        *,
+        num_tokens: int = 0,
+        skip: int = 0,
+        tenant: bytes = NO_TENANT,
+        seconds_per_token: float = 0.0,
+    ) -> LookupResult:
         self.deliver()
         self.counters.lookups += 1
+        request = LookupRequest(self.session, lookup_id, hashes, num_tokens, tenant, seconds_per_token, skip)
         owner = lease_owner(self.session, lookup_id)
-        found = [len(hashes) // DIGEST_BYTES]
-        missed = False
-        for backend in self.backends:
-            chunks = backend.lookup_and_lease(hashes, owner)
-            if self.times_out():
-                missed = True
-            else:
-                found.append(chunks)
-        self.counters.timeouts += missed
-        least = 0 if missed else min(found)
-        if missed or not least:
+        result = self._answer([backend.lookup(request, owner) for backend in self.backends])
+        self._waiting.pop(lookup_id, None)
+        if result.coming:
+            self._waiting[lookup_id] = result
+        elif not result.chunks:
             self._posted.append(lookup_id)
-        return LookupResult(least, missed)
+        return result
+
+    def progress(self, lookup_id: str) -> LookupResult:
+        self.deliver()
+        owner = lease_owner(self.session, lookup_id)
+        result = self._answer([backend.progress(owner) for backend in self.backends])
+        self._waiting[lookup_id] = result
+        return result
+
+    def settle(self, lookup_id: str) -> None:
+        result = self._waiting.pop(lookup_id, None)
+        if result is not None and not result.chunks:
+            self._posted.append(lookup_id)
+
+    def _answer(self, replies: list[LookupReply]) -> LookupResult:
+        missed = any([self.times_out() for _ in replies])  # noqa: C419 -- each rank may
+        self.counters.timeouts += missed
+        return LookupResult(0, True) if missed else combined(replies)
 
     def clear(self, lookup_id: str) -> None:
-        pass
+        self._waiting.pop(lookup_id, None)
 
     def cancel(self, lookup_id: str) -> None:
+        self.clear(lookup_id)
         self._posted.append(lookup_id)
 
     def close(self) -> None:

@@ -16,8 +16,11 @@ from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.integration.vllm.doubts import Doubts
 from kvcache.integration.vllm.metadata import StepReport
 from kvcache.integration.vllm.scheduler import SchedulerSide
+from kvcache.integration.vllm.windows import Windows
 from kvcache.integration.vllm.worker import WorkerSide
 from kvcache.memory.lease import LeaseBook
+from kvcache.storage.claims import Claims
+from kvcache.storage.tiers.cpu import CpuTier
 from tests.models import tiny_llama
 from tests.simulator.engine import Shape
 from tests.simulator.world import Broken, Faults, World
@@ -105,7 +108,7 @@ def _a_rank_without_a_cache_says_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _parts_of_pages_are_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerSide, "_storable", lambda self, tokens: max(0, tokens))
+    patch.setattr(Windows, "storable", lambda self, tokens: max(0, tokens))
 
 
 def _one_requests_failure_is_everybodys(patch: pytest.MonkeyPatch) -> None:
@@ -125,6 +128,52 @@ def _preemption_is_noticed_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerSide, "get_num_new_matched_tokens", ask_before_noticing)
 
 
+def _writers_do_not_lease(patch: pytest.MonkeyPatch) -> None:
+    lend = CpuTier.lend
+
+    def lend_without_lease(self: CpuTier, key: Any, owner: str) -> Any:
+        lent = lend(self, key, owner)
+        self.release(owner)
+        return lent
+
+    patch.setattr(CpuTier, "lend", lend_without_lease)
+
+
+def _what_arrives_is_not_leased(patch: pytest.MonkeyPatch) -> None:
+    end = Claims.end
+
+    def forget_claims(self: Claims, key: Any, entry: Any) -> set[str]:
+        end(self, key, entry)
+        return set()
+
+    def counts_as_leased(self: CpuTier, owner: str, keys: Any, start: int, end: int) -> tuple[int, bool]:
+        while start < end and keys[start] in self:
+            start += 1
+        return start, start < end and self._claims.has(owner, keys[start])
+
+    patch.setattr(Claims, "end", forget_claims)
+    patch.setattr(CpuTier, "standing", counts_as_leased)
+
+
+def _failed_reads_are_shown(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CpuTier, "failed", CpuTier.arrived)
+
+
+def _what_is_computed_meanwhile_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    arrived = CpuTier.arrived
+
+    def in_any_case(self: CpuTier, key: Any, obj: Any) -> bool:
+        entry = self._writing.get(key)
+        if entry is not None and entry.obj is not obj:
+            self._allocator.free(obj)
+            del self._writing[key]
+            return self._show(key, entry)
+        return arrived(self, key, obj)
+
+    patch.setattr(CpuTier, "arrived", in_any_case)
+
+
+SLOW = replace(BUSY, below=(("Through", True), ("Back", False)))
 ASYNC = replace(BUSY, extra=(("async_loading", "Always"),))
 MUTATIONS = [
     Mutation(_leases_do_not_keep),
@@ -143,6 +192,10 @@ MUTATIONS = [
     ),
     Mutation(_one_requests_failure_is_everybodys, faults=Faults(plan=0.1)),
     Mutation(_preemption_is_noticed_late, ASYNC),
+    Mutation(_writers_do_not_lease, SLOW),
+    Mutation(_what_arrives_is_not_leased, SLOW),
+    Mutation(_failed_reads_are_shown, SLOW, Faults(slow=0.3)),
+    Mutation(_what_is_computed_meanwhile_is_overwritten, SLOW, Faults(hang=0.2)),
 ]
 
 

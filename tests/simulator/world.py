@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests, faults and the passing of time, and what must hold whatever they do.
 
-Any of these is an error: a stored chunk that anybody could hit and that is not the KV of its tokens on that
+Any of these is an error: a load that fails without a fault that takes its chunks away (a slow tier's failure
+is none), a stored chunk that anybody could hit and that is not the KV of its tokens on that
 rank; a load into a page that was not promised to it; a token that a vLLM without a cache would not have
 generated; an exception out of a hook; a request that never ends; and, when all is over, a lease, a held
 block, a copy, a tracker, or a prompt token that is in none or in two of the counters.
@@ -23,6 +24,8 @@ from vllm import SamplingParams
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
+from kvcache.control.wire import FlushScope
+from kvcache.memory.objects import MemoryObj
 from kvcache.stats import SchedulerStats
 from kvcache.storage.tiers.cpu import CpuTier
 from kvcache.tokens.database import chain_root, chain_secret
@@ -52,6 +55,10 @@ class Faults:
     """Planning of a request's part in a step raises."""
     vanish: float = 0.0
     """Before a step, chunks are gone although they were leased."""
+    slow: float = 0.0
+    """A tier below answers badly."""
+    hang: float = 0.0
+    """It does not answer at all."""
 
 
 @dataclass
@@ -113,6 +120,7 @@ class World:
             (1, self.flush),
             (3, self.deliver),
             (6, self.poll),
+            (25, self.wait),
         ]
         weights = [weight for weight, _ in operations]
         self.dice.choices([operation for _, operation in operations], weights)[0]()
@@ -158,7 +166,7 @@ class World:
 
     def flush(self) -> None:
         for impl in self.engine.rank_impls:
-            impl.flush(["cpu"])
+            impl.flush(["cpu"], FlushScope())
 
     def deliver(self) -> None:
         self.engine.lookups.deliver()
@@ -168,15 +176,22 @@ class World:
         for side in self._sides():
             side.engine.poll()
 
+    def wait(self) -> None:
+        """Time passes in the tiers below."""
+        self.engine.slow.advance(self.dice, self._roll("slow"), self._roll("hang"))
+
     def vanish(self) -> None:
         """As when leases had run out: chunks go that somebody counts on, unless a copy reads them now."""
         for side in self._sides():
             tier = side.engine.storage.cpu
             reading = {copies.owner for copies in side.engine._loads}
-            tier.release_where(lambda owner, reading=reading: owner not in reading)
+            # Those who write have leases that do not run out.
+            tier.release_where(
+                lambda owner, reading=reading: owner not in reading and not owner.startswith("writing/")
+            )
             for key in list(tier._index):
                 if self.dice.random() < 0.5:
-                    tier._remove(key)
+                    tier._room.remove(key)
 
     def step(self) -> None:
         """Schedules, executes or takes in a step, as vLLM's engine loop may."""
@@ -201,6 +216,8 @@ class World:
         self._quiet = True
         while self._steps or self.engine.scheduler.has_requests():
             self.step()
+            self.wait()
+        self.engine.slow.finish()
         self.deliver()
         for _ in range(40):
             self.poll()
@@ -230,6 +247,8 @@ class World:
         report = step.result.kv_connector_output
         if report is not None and report.invalid_block_ids:
             self.seen["failed loads"] += 1
+            if not (self.faults.copy or self.faults.plan or self.faults.vanish):
+                raise Broken("a load failed although what it loads was there")
             self._unfilled |= report.invalid_block_ids
         wrong = {req_id: blocks for req_id, blocks in self.runner.wrong_reads.items() if blocks}
         for req_id, written in self.runner.written.items():
@@ -324,13 +343,17 @@ class World:
         impl = self.engine.scheduler_impl
         side = impl._scheduler
         if side is not None:
+            side._lookups._clock = self.engine.slow.clock
+            side._lookups._seconds_per_token = lambda: self.dice.choice((0.0, 1e-3, 0.1))
             for part in ("_begin_step", "_add_save", "_add_async_load"):
                 setattr(side, part, _or_fail(self._roll("plan"), getattr(side, part)))
         ask, allocated = impl.get_num_new_matched_tokens, impl.update_state_after_alloc
 
         def watched_ask(request: Request, num_computed_tokens: int) -> Any:
             self._local_tokens[request.request_id] = num_computed_tokens
-            return ask(request, num_computed_tokens)
+            answer = ask(request, num_computed_tokens)
+            self.seen["waits"] += answer[0] is None
+            return answer
 
         def watched_alloc(request: Request, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
@@ -351,13 +374,23 @@ class World:
     def _watch_tier(self, rank: int, tier: CpuTier) -> None:
         publish = tier.publish
 
-        def watched_publish(keys: Iterable[CacheEngineKey], seconds: float = 0.0) -> None:
-            keys = list(keys)
-            publish(keys, seconds)
-            for key in keys:
+        def watched_publish(keys: Iterable[CacheEngineKey], seconds: float = 0.0) -> list[CacheEngineKey]:
+            shown = publish(keys, seconds)
+            for key in shown:
                 self._check_stored(rank, tier, key)
+            return shown
+
+        arrived = tier.arrived
+
+        def watched_arrived(key: CacheEngineKey, obj: MemoryObj) -> bool:
+            shown = arrived(key, obj)
+            if shown:
+                self.seen["fetched chunks"] += 1
+                self._check_stored(rank, tier, key)
+            return shown
 
         tier.publish = watched_publish  # type: ignore[method-assign]
+        tier.arrived = watched_arrived  # type: ignore[method-assign]
 
     def _check_stored(self, rank: int, tier: CpuTier, key: CacheEngineKey) -> None:
         entry = tier._index.get(key)
@@ -405,8 +438,16 @@ class World:
         for name in ("_trackers", "_promised", "_saves", "_held", "_async_loads"):
             left[name] = getattr(side, name)
         left["open loads"] = side._doubts.open_loads
+        left["waiting lookups"] = side._lookups._waiting
         for rank, worker in enumerate(self._sides()):
-            stats = worker.engine.storage.cpu.stats()
+            storage = worker.engine.storage
+            stats = storage.cpu.stats()
+            left[f"searches of rank {rank}"] = storage._fetcher._searches
+            left[f"claims of rank {rank}"] = len(storage.cpu._claims)
+            left[f"chunks being written on rank {rank}"] = storage.cpu._writing
+            left[f"queues of rank {rank}"] = sum(lane.queued_bytes for lane in storage.lanes) + sum(
+                writer.pending_bytes for writer in storage._writers
+            )
             left[f"leases of rank {rank}"] = stats.leases
             left[f"copies of rank {rank}"] = worker.engine._loads + worker.engine._stores
             left[f"held on rank {rank}"] = worker._held | set(+worker._stores_of)
@@ -428,8 +469,12 @@ class World:
         wrong = {name: value for name, value in left.items() if value}
         if wrong:
             raise Broken(f"left at the end: {wrong}")
+        self.seen["hits below"] += hits - stats.hit_cache_tokens["cpu"]
+        self.seen["waits that expired"] += stats.lookup_waits_expired
         for worker in self._sides():
             self.seen["loaded tokens"] += worker.engine.counters.loaded_tokens
+            for lane in worker.engine.storage.lanes:
+                self.seen["written below"] += len(lane.tier.objects)
             self.seen["evictions"] += worker.engine.storage.cpu.stats().evictions
 
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvcache.memory.allocator import ChunkAllocator, KVShape
 from kvcache.memory.region import HostRegion
 from kvcache.storage.policies import LRUPolicy
+from kvcache.storage.tier import ClearScope
 from kvcache.storage.tiers.cpu import CpuTier, Outcome
 from kvcache.tokens.keys import CacheEngineKey
 
@@ -116,9 +117,9 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         kept = sum(self.leased(n) for n in self.order) + sum(self.writing.values())
-        flushed = self.tier.flush()
-        assert flushed.kept_objects == kept
-        assert flushed.removed_objects == sum(not self.leased(n) for n in self.order)
+        cleared = self.tier.clear(ClearScope())
+        assert cleared.kept == kept
+        assert cleared.objects == sum(not self.leased(n) for n in self.order)
         for number in self.order:
             self.generation[number] += 1
         self.order.clear()
@@ -208,12 +209,12 @@ def test_threads_leave_nothing_behind() -> None:
         thread.start()
     for thread in writers:
         while thread.is_alive():
-            tier.flush()
+            tier.clear(ClearScope())
             thread.join(0.01)
     stop.set()
     for thread in readers:
         thread.join()
     assert errors == []
-    tier.flush()
+    tier.clear(ClearScope())
     assert tier.stats().leases == tier.stats().used_bytes == 0
     tier.close()

@@ -59,6 +59,29 @@ def test_piecewise_is_whole_is_plain(tokens: list[int], data: st.DataObject) -> 
     assert (whole.tail_digest() is None) == (len(tokens) % CHUNK == 0)
 
 
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.data())
+def test_a_list_is_read_in_place(tokens: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(tokens)))
+    stop = data.draw(st.integers(start, len(tokens)))
+    read = _native.token_ids(tokens, start, stop)
+    assert (read.dtype, read.tolist()) == (np.dtype(np.int32), tokens[start:stop])
+    of_list, of_array = make_chain(), make_chain()
+    of_list.extend(tokens, start, stop)
+    of_array.extend(np.array(tokens, dtype=np.int32), start, stop)  # type: ignore[arg-type]
+    assert of_list.digests == of_array.digests
+    assert of_list.tail_digest() == of_array.tail_digest()
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31, 2**80, -(2**80), 1.0, "7", None])
+def test_what_is_no_token_id_is_named(wrong: object) -> None:
+    tokens: Any = [1, True, wrong, 2**31 - 1]
+    assert _native.token_ids(tokens, 0, 2).tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"tokens\[2\] is no token id; give integers from 0 to 2147483647"):
+        _native.token_ids(tokens, 0, 4)
+    with pytest.raises(ValueError, match=r"tokens \[1, 5\) were asked of a list of 4"):
+        _native.token_ids(tokens, 1, 5)
+
+
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=CHUNK, max_size=5 * CHUNK), st.data())
 def test_a_changed_token_changes_its_chunk_and_all_behind(tokens: list[int], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(tokens) // CHUNK * CHUNK - 1))

@@ -9,7 +9,7 @@ itself lets the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,8 +43,15 @@ class Doubts:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._loads: dict[str, _Load] = {}
+        """By lookup: with several batches in flight a request can have two loads of which nothing is heard
+        yet."""
         self._unfilled: set[int] = set()
         """A load of them failed, or they were computed upon such, and nobody has written them since."""
+
+    @property
+    def unfilled(self) -> bool:
+        """Whether any block is known to hold something else."""
+        return bool(self._unfilled)
 
     @property
     def open_loads(self) -> int:
@@ -60,13 +67,13 @@ class Doubts:
             blocks.isdisjoint(load.blocks) for load in self._loads.values()
         )
 
-    def load_planned(self, req_id: str, blocks: list[int], tokens: int) -> None:
+    def load_planned(self, lookup_id: str, blocks: list[int], tokens: int) -> None:
         """vLLM relies on a load of `tokens` tokens from the start of the first block on."""
-        self._loads[req_id] = _Load(blocks, tokens)
+        self._loads[lookup_id] = _Load(blocks, tokens)
 
-    def load_ended(self, req_id: str, missing: int, tables: Iterable[Sequence[int]]) -> None:
+    def load_ended(self, lookup_id: str, missing: int, tables: Iterable[Sequence[int]]) -> None:
         """The last `missing` tokens did not come; `tables` are the blocks of all requests now."""
-        load = self._loads.pop(req_id, None)
+        load = self._loads.pop(lookup_id, None)
         if load is None or not missing:
             return
         self._unfilled.update(load.blocks[max(0, load.tokens - missing) // self._block_size :], load.upon)
@@ -74,6 +81,15 @@ class Doubts:
             first = next((at for at, block in enumerate(table) if block in self._unfilled), None)
             if first is not None:
                 self._unfilled.update(table[first:])
+
+    def others_load_ended(
+        self, lookup_id: str, invalid: Collection[int], tables: Iterable[Sequence[int]]
+    ) -> None:
+        """As `load_ended`, of a load that another connector did: `invalid` blocks were not filled."""
+        load = self._loads.get(lookup_id)
+        if load is not None:
+            filled = next((at for at, block in enumerate(load.blocks) if block in invalid), len(load.blocks))
+            self.load_ended(lookup_id, max(0, load.tokens - filled * self._block_size), tables)
 
     def blocks_left(self, table: Sequence[int]) -> None:
         """A request is gone, but others may find its blocks in vLLM's prefix cache."""

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvcache.storage.changes import Changes
+from kvcache.storage.tier import NO_PARENT, NO_TENANT
+
 
 @dataclass
 class LoadSpec:
@@ -61,6 +64,15 @@ class ReqMeta:
     """vLLM's blocks of the window, in order."""
     load_spec: LoadSpec | None = None
     save_spec: SaveSpec | None = None
+    tenant: bytes = NO_TENANT
+    """16 bytes, whose request it is."""
+    parent: bytes = NO_PARENT
+    """16 bytes: digest of the chunk before the window."""
+
+    @property
+    def lookup_id(self) -> str:
+        """Of what is loaded; empty where nothing is."""
+        return "" if self.load_spec is None else self.load_spec.lookup_id
 
     def slot_mapping(self, block_size: int) -> torch.Tensor:
         """int64 [tokens of the window]: `block_id * block_size + offset`."""
@@ -88,9 +100,11 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     lookup_requests_in_step: list[str] = field(default_factory=list)
     """Lookups whose leases end with this step although nothing is loaded for them."""
     lost_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Request to blocks whose KV was promised to vLLM and will not come, since planning the step failed."""
+    """Lookup to blocks whose KV was promised to vLLM and will not come, since planning the step failed."""
     lost_async: list[str] = field(default_factory=list)
     """Those of them that wait outside of the batch for the end of their load."""
+    others_loads: list[str] = field(default_factory=list)
+    """What another connector loads in this step: the ranks say when the step is over."""
     held_requests: list[str] = field(default_factory=list)
     """Finished requests whose blocks stay until their stores are done."""
     blocks_were_taken: bool = False
@@ -105,10 +119,14 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     """Save to tokens, from the request's start, that are stored without a gap, and to the ranks that say
     so."""
     finished_loads: dict[str, int] = field(default_factory=dict)
-    """Request to tokens that were promised and did not come: 0 where all is well."""
+    """Lookup to tokens that were promised and did not come: 0 where all is well."""
+    others_loads: set[str] = field(default_factory=set)
+    """Of other connectors, that were in the steps reported here."""
     load_bytes: int = 0
     load_seconds: float = 0.0
     """What finished loads moved, and how long they took."""
+    changes: list[tuple[int, Changes]] = field(default_factory=list)
+    """Rank and what its tiers took in and gave up, if KV events are wanted."""
 
     def aggregate(self, other: LMCacheWorkerMetadata) -> LMCacheWorkerMetadata:
         """Over ranks: the least that one has saved, and the most that one missed."""
@@ -120,11 +138,16 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         for req_id, tokens in other.finished_loads.items():
             finished[req_id] = max(finished.get(req_id, 0), tokens)
         return LMCacheWorkerMetadata(
-            saves, finished, self.load_bytes + other.load_bytes, self.load_seconds + other.load_seconds
+            saves,
+            finished,
+            self.others_loads | other.others_loads,
+            self.load_bytes + other.load_bytes,
+            self.load_seconds + other.load_seconds,
+            self.changes + other.changes,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.saves or self.finished_loads or self.load_bytes)
+        return bool(self.saves or self.finished_loads or self.others_loads or self.load_bytes or self.changes)
 
 
 @dataclass
@@ -145,10 +168,10 @@ class StepReport:
                 self.worker.saves[request.save_spec.save_id] = (0, 1)
         self.finished_sending.update(metadata.held_requests)
 
-    def lose(self, req_id: str, tokens: int, block_ids: Iterable[int]) -> None:
-        """A request's promised tokens did not come, nor did anything else in these blocks."""
+    def lose(self, lookup_id: str, tokens: int, block_ids: Iterable[int]) -> None:
+        """Tokens that were promised of a lookup did not come, nor did anything else in these blocks."""
         self.invalid_block_ids.update(block_ids)
-        self.worker.finished_loads[req_id] = tokens
+        self.worker.finished_loads[lookup_id] = tokens
 
     def take_invalid_block_ids(self) -> set[int]:
         taken, self.invalid_block_ids = self.invalid_block_ids, set()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvcache.control.rank import RankControl
 from kvcache.engine import LMCacheEngine
 from kvcache.gpu_connector.transfer import TransferWay
 from kvcache.integration.vllm.layerwise import LayerwiseStep
@@ -51,6 +52,7 @@ class WorkerSide:
         layers: Sequence[str] = (),
     ) -> None:
         self.engine = engine
+        self.control = RankControl(engine)
         self._block_size = block_size
         self._rank = rank
         self._caught = caught
@@ -180,7 +182,7 @@ class WorkerSide:
         if loaded < last:
             self.record_failed_blocks(request, last - loaded, loaded)
         else:
-            self._report.worker.finished_loads[request.req_id] = 0
+            self._report.worker.finished_loads[request.lookup_id] = 0
 
     def _loaded(self, req_id: str, was_async: bool, num_bytes: int, seconds: float) -> None:
         self._report.worker.load_bytes += num_bytes
@@ -190,7 +192,7 @@ class WorkerSide:
 
     def record_failed_blocks(self, request: ReqMeta, tokens: int, first_missing: int) -> None:
         """Reports the blocks of the promised tokens from window position `first_missing` on."""
-        self._report.lose(request.req_id, tokens, request.promised_blocks(self._block_size, first_missing))
+        self._report.lose(request.lookup_id, tokens, request.promised_blocks(self._block_size, first_missing))
         self.engine.counters.load_failed_tokens += tokens
         self.engine.counters.failures["LoadIncomplete"] += 1
 
@@ -205,6 +207,8 @@ class WorkerSide:
             "mask": mask,
             "slot_mapping": slots,
             "digests": request.digests,
+            "tenant": request.tenant,
+            "parent": request.parent,
             "on_stored": acknowledge,
         }
         if self._step is not None and not bulk:
