@@ -7,16 +7,22 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvcache.bench import policy_cli
 from kvcache.bench.alloc import alloc_results
+from kvcache.bench.disk import SIZES, disk_results
 from kvcache.bench.hashing import hash_results
 from kvcache.bench.lmcache_kernel import lmcache_results
 from kvcache.bench.machine import machine
+from kvcache.bench.remote import SIZES as REMOTE_SIZES
+from kvcache.bench.remote import remote_results
+from kvcache.bench.scheduler import scheduler_results
 from kvcache.bench.serving_cli import SERVING, add_parsers, run
 from kvcache.bench.shapes import SHAPES
 from kvcache.bench.transfer import overlap_results, transfer_results
@@ -40,9 +46,26 @@ def main(arguments: list[str] | None = None) -> int:
         transfer,
         what.add_parser("hash", help="chained hashes"),
         what.add_parser("alloc", help="chunks"),
+        what.add_parser("scheduler", help="the connector in vLLM's scheduler: lookups and steps"),
     ):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    for part in add_parsers(what):
+    disk = what.add_parser("disk", help="the disk tier beside plain direct I/O (fio, if it is installed)")
+    disk.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where to work")
+    disk.add_argument("--mib", type=int, default=1024, help="what one measurement moves")
+    disk.add_argument("--rounds", type=int, default=5)
+    disk.add_argument(
+        "--object-mib", type=int, action="append", help="only objects of this size; may be repeated"
+    )
+    disk.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    remote = what.add_parser("remote", help="a remote tier beside its own client, used plainly")
+    remote.add_argument("--url", help="of the store; default: a server of Valkey or Redis is started here")
+    remote.add_argument("--mib", type=int, default=128, help="what one measurement moves")
+    remote.add_argument("--rounds", type=int, default=5)
+    remote.add_argument(
+        "--object-mib", type=int, action="append", help="only objects of this size; may be repeated"
+    )
+    remote.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    for part in (*add_parsers(what), policy_cli.add_parser(what)):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.parent.is_dir():
@@ -101,11 +124,47 @@ def _alloc(options: argparse.Namespace) -> dict[str, Any]:
     return {"alloc": _rows(map(dataclasses.asdict, alloc_results()), "chunks pair_ns random_pair_ns")}
 
 
+def _scheduler(options: argparse.Namespace) -> dict[str, Any]:
+    rows = map(dataclasses.asdict, scheduler_results())
+    return {"scheduler": _rows(rows, "what size median_us p99_us low_us")}
+
+
+def _disk(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = [mib << 20 for mib in options.object_mib] if options.object_mib else SIZES
+    if not options.directory.is_dir():
+        raise ValueError(f"--directory: {options.directory} is no folder; name one that exists")
+    if min(options.mib, options.rounds, *sizes) < 1:
+        raise ValueError("--mib, --rounds and --object-mib must be above 0")
+    results = disk_results(
+        options.directory, total_bytes=options.mib << 20, rounds=options.rounds, sizes=sizes
+    )
+    columns = "what object_bytes objects depth engine direct reference reference_rate rate ratio low high"
+    return {"disk": _rows(map(dataclasses.asdict, results), columns)}
+
+
+def _remote(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = [mib << 20 for mib in options.object_mib] if options.object_mib else REMOTE_SIZES
+    if min(options.mib, options.rounds, *sizes) < 1:
+        raise ValueError("--mib, --rounds and --object-mib must be above 0")
+    results = remote_results(options.url, total_bytes=options.mib << 20, rounds=options.rounds, sizes=sizes)
+    columns = "store what object_bytes objects connections reference reference_rate rate ratio low high"
+    return {"remote": _rows(map(dataclasses.asdict, results), columns)}
+
+
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
     return {options.what: run(options)[0]}
 
 
-_MEASURES = {**dict.fromkeys(SERVING, _serving), "transfer": _transfer, "hash": _hash, "alloc": _alloc}
+_MEASURES = {
+    **dict.fromkeys(SERVING, _serving),
+    "transfer": _transfer,
+    "hash": _hash,
+    "alloc": _alloc,
+    "scheduler": _scheduler,
+    "disk": _disk,
+    "policy": policy_cli.run,
+    "remote": _remote,
+}
 
 
 def _rows(rows: Iterable[dict[str, Any]], columns: str) -> list[dict[str, Any]]:

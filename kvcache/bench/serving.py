@@ -109,10 +109,49 @@ def _interfere_once(engine: Engine, tokens: int, others: int, name: str) -> tupl
     )
 
 
+def multiturn(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
+    """Conversations that grow in turn, more of them than vLLM's own cache holds: time to first token and the
+    share of the prompt that was cached, turn by turn."""
+    conversations = [engine.prompt(options["tokens"][0]) for _ in range(options["requests"])]
+    for turn in range(options["turns"]):
+        first_s, shares = [], []
+        engine.random.shuffle(conversations)
+        for conversation in conversations:
+            seconds, answer, cached = _first_token(engine, conversation, options["output"])
+            first_s.append(seconds)
+            shares.append(cached / len(conversation))
+            conversation += answer + engine.prompt(options["tokens"][0])
+        longest = len(conversations[0]) - options["tokens"][0]
+        emit(
+            tokens=longest,
+            turn=turn,
+            ttft_ms=_ms(first_s),
+            low_ms=round(1e3 * min(first_s), 1),
+            high_ms=round(1e3 * max(first_s), 1),
+            cached=round(statistics.mean(shares), 3),
+        )
+
+
+def _first_token(engine: Engine, prompt: list[int], max_tokens: int) -> tuple[float, list[int], int]:
+    """Seconds to the first token of a request that runs alone, all its tokens, and prompt tokens cached."""
+    core = engine.llm.llm_engine
+    started, first = time.perf_counter(), 0.0
+    core.add_request(f"turn-{started}", {"prompt_token_ids": list(prompt)}, engine.params(max_tokens))
+    output = None
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if not first and output.outputs and output.outputs[0].token_ids:
+                first = time.perf_counter() - started
+    if output is None:
+        raise RuntimeError("a request ended without an output")
+    return first, list(output.outputs[0].token_ids), int(output.num_cached_tokens or 0)
+
+
 RUNS: dict[str, Callable[[Engine, Setup, dict[str, Any]], None]] = {
     "ttft": ttft,
     "miss": miss,
     "interfere": interfere,
+    "multiturn": multiturn,
 }
 
 

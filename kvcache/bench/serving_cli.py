@@ -13,19 +13,25 @@ _MODES = {
     "ttft": [GPU_HIT, OURS, LAYERWISE, NATIVE, LMCACHE],
     "miss": [PLAIN, OURS, NATIVE, LMCACHE],
     "interfere": [PLAIN, OURS, NATIVE],
+    "multiturn": [PLAIN, OURS, NATIVE, LMCACHE],
 }
 _COLUMNS = {
     "ttft": "mode tokens cold_ms hit_ms cached equal",
     "miss": "mode tokens tokens_per_s low high",
     "interfere": "mode tokens alone_p50_ms beside_p50_ms beside_max_ms hit_ttft_ms",
+    "multiturn": "mode turn tokens ttft_ms low_ms high_ms cached",
 }
 _HELP = {
     "ttft": "time to first token, cold and as a hit",
     "miss": "throughput of prompts never seen again",
     "interfere": "requests that decode while a long hit comes back",
+    "multiturn": "conversations that grow, more than vLLM's own cache holds",
 }
-_TOKENS = {"ttft": "2048,8192,32768", "miss": "4096", "interfere": "32768"}
+_TOKENS = {"ttft": "2048,8192,32768", "miss": "4096", "interfere": "32768", "multiturn": "1024"}
+_REQUESTS = {"miss": 48, "multiturn": 8}
 SERVING = tuple(_HELP)
+_GPU_BLOCK, _CPU_BLOCK = 16, 128
+"""Tokens of a block where nothing else is asked of vLLM."""
 
 
 def add_parsers(
@@ -42,8 +48,10 @@ def add_parsers(
         )
         parser.add_argument("--modes", default=",".join(_MODES[name]), help="default: %(default)s")
         parser.add_argument("--tokens", default=_TOKENS[name])
-        parser.add_argument("--requests", type=int, default=48 if name == "miss" else 16)
-        parser.add_argument("--output", type=int, default=128, help="tokens a request of `miss` generates")
+        parser.add_argument("--requests", type=int, default=_REQUESTS.get(name, 16))
+        parser.add_argument("--output", type=int, default=128, help="tokens a request generates")
+        if name == "multiturn":
+            parser.add_argument("--turns", type=int, default=5)
         parser.add_argument("--repetitions", type=int, default=3)
         parser.add_argument("--cache-gib", type=float, default=24.0)
         parser.add_argument("--gpu-memory", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
@@ -55,18 +63,25 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Runs the bench that the options name; its rows and their columns. Prints each row as it comes."""
     tokens = [int(number) for number in options.tokens.split(",")]
     on_gpu = options.device == "cuda"
+    turns = options.turns if options.what == "multiturn" else 1
+    longest = turns * (max(tokens) + options.output)
+    arguments: dict[str, Any] = {}
+    if on_gpu:
+        arguments |= {"gpu_memory_utilization": options.gpu_memory, "max_num_batched_tokens": 8192}
+    if turns > 1:
+        # Room for half of the conversations, and for each of them.
+        room = max(longest + 256, options.requests * longest // 2)
+        arguments["num_gpu_blocks_override"] = -(-room // (_GPU_BLOCK if on_gpu else _CPU_BLOCK))
     setups = [
         Setup(
             mode=mode,
             model=options.model,
             device=options.device,
-            max_model_len=max(tokens) + options.output + 64,
+            max_model_len=longest + 64,
             cache_gib=options.cache_gib,
             dummy_weights=options.dummy_weights,
-            graphs=on_gpu and options.what != "ttft",
-            engine={"gpu_memory_utilization": options.gpu_memory, "max_num_batched_tokens": 8192}
-            if on_gpu
-            else {},
+            graphs=on_gpu and options.what not in ("ttft", "multiturn"),
+            engine=arguments,
         )
         for mode in options.modes.split(",")
     ]
@@ -75,6 +90,7 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
         "repetitions": options.repetitions,
         "requests": options.requests,
         "output": options.output,
+        "turns": turns,
     }
     columns = _COLUMNS[options.what]
     print(columns.replace(" ", "\t"), flush=True)  # noqa: T201

@@ -9,29 +9,56 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvcache.config import load_config
-from kvcache.control.wire import Flush, Flushed, FlushResult, rank_name, socket_path
+from kvcache.config import LMCacheEngineConfig
+from kvcache.control.wire import (
+    Configured,
+    Flush,
+    Flushed,
+    FlushResult,
+    FlushScope,
+    Located,
+    Pinned,
+    Pins,
+    Prefix,
+    Unpinned,
+    rank_name,
+    socket_path,
+)
 from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.integration.vllm.copies import Copies
+from kvcache.integration.vllm.events import KVEvents, hash_block_size
 from kvcache.integration.vllm.guard import Guard, guarded
-from kvcache.integration.vllm.identity import check_supported, default_runtime_dir, namespace_of
+from kvcache.integration.vllm.identity import (
+    check_supported,
+    default_runtime_dir,
+    namespace_of,
+    naming_rank,
+)
+from kvcache.integration.vllm.live import LiveConfig
 from kvcache.integration.vllm.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata, StepReport
 from kvcache.integration.vllm.scheduler import SchedulerSide
+from kvcache.integration.vllm.versions import check_version
+from kvcache.integration.vllm.vllm_stats import CacheStats, StatsReporter
 from kvcache.integration.vllm.worker import WorkerSide
 from kvcache.ipc import Client, IpcError
 from kvcache.manager import LMCacheManager
 from kvcache.memory.allocator import KVShape
 from kvcache.stats import RankStats, SchedulerStats
-from kvcache.storage.tiers.cpu import CpuTier
+from kvcache.storage.changes import ChangeLog
+from kvcache.storage.futures import done
 from kvcache.tokens.database import ChunkedTokenDatabase
 
 if TYPE_CHECKING:
@@ -64,9 +91,14 @@ class LMCacheConnectorV1Impl:
         self._scheduler: SchedulerSide | None = None
         self._metadata: LMCacheConnectorMetadata | None = None
         self._report = StepReport()
+        self._stats_reporter = StatsReporter()
+        self._live: LiveConfig | None = None
+        self._events: KVEvents | None = None
         self._warm = False
         self._namespace = b""
         self._transfer_path = "none"
+        self._rank = 0
+        """Known when the KV caches are registered."""
         try:
             self._start()
         except Exception as error:
@@ -76,13 +108,15 @@ class LMCacheConnectorV1Impl:
 
     def _start(self) -> None:
         transfer = self._vllm_config.kv_transfer_config
-        config = load_config(transfer.kv_connector_extra_config)
+        self._live = LiveConfig(transfer.kv_connector_extra_config or {})
+        config = self._live.config
         self._manager = LMCacheManager(
             config, config.runtime_dir or default_runtime_dir(str(transfer.engine_id))
         )
         if not self._is_worker:
             # The scheduler reports its reason to the admin sidecar even if it cannot use the cache.
             self._manager.start_control("scheduler", self)
+        check_version(vllm.__version__, allow_untested=config.allow_untested_vllm)
         check_supported(self._vllm_config, self._kv_cache_config)
         block_size = self._block_size
         config.check_block_size(block_size)
@@ -90,6 +124,7 @@ class LMCacheConnectorV1Impl:
             self._namespace = namespace_of(
                 self._vllm_config, self._kv_cache_config, config.chunk_size
             ).digest()
+            self._manager.changes = ChangeLog() if _wants_events(self._vllm_config) else None
             return
         client = self._manager.start_lookup_client(_world_size(self._vllm_config))
         spec, layers = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, self._layer_names
@@ -104,6 +139,11 @@ class LMCacheConnectorV1Impl:
             Copies(run_behind=on_gpu, token_bytes=token_bytes),
             self.guard.caught,
         )
+        if _wants_events(self._vllm_config):
+            unit = hash_block_size(self._kv_cache_config, self._vllm_config)
+            kind = get_kv_cache_spec_kind(spec).value
+            self._events = KVEvents(config.chunk_size, unit, _world_size(self._vllm_config), kind)
+            self._scheduler.describe = self._describe
         self.reason = ""
 
     def _turn_off(self, error: Exception) -> None:
@@ -121,7 +161,7 @@ class LMCacheConnectorV1Impl:
         """Starts the rank's engine over vLLM's pages, and its servers in any case."""
         if self._manager is None:
             return
-        rank = _rank(self._vllm_config)
+        rank = self._rank = _rank(self._vllm_config)
         if self._namespace:
             try:
                 self._start_engine(self._manager, kv_caches, rank)
@@ -146,11 +186,20 @@ class LMCacheConnectorV1Impl:
         connector.initialize_kvcaches_ptr(kvcaches=[kv_caches[name] for name in layers])
         config = manager.config
         shape = KVShape.of(connector, config.chunk_size)
-        database = ChunkedTokenDatabase(config.chunk_size, self._namespace, rank, config.hash_seed)
+        parallel = self._vllm_config.parallel_config
+        named_by = naming_rank(rank, parallel.tensor_parallel_size, use_mla=use_mla)
+        database = ChunkedTokenDatabase(config.chunk_size, self._namespace, named_by, config.hash_seed)
         layered = VLLMPagedMemLayerwiseGPUConnector(layer_spec) if config.use_layerwise else None
         if layered is not None:
             layered.share_pages(connector)
-        engine = manager.start_engine(database, shape, connector, layered, device=kv_caches[layers[0]].device)
+        engine = manager.start_engine(
+            database,
+            shape,
+            connector,
+            layered,
+            device=kv_caches[layers[0]].device,
+            writes_below=named_by == rank,
+        )
         self._transfer_path = connector.path
         self._worker = WorkerSide(
             engine,
@@ -193,6 +242,7 @@ class LMCacheConnectorV1Impl:
         self.warmed_up()
         if not isinstance(metadata, LMCacheConnectorMetadata):
             return
+        self._report.worker.others_loads.update(metadata.others_loads)
         if self._worker is None:
             self._report.decline(metadata)
         else:
@@ -206,8 +256,8 @@ class LMCacheConnectorV1Impl:
         metadata = self._metadata
         if metadata is None:
             return
-        for req_id, block_ids in metadata.lost_block_ids.items():
-            self._report.lose(req_id, len(block_ids) * self._block_size, block_ids)
+        for lookup_id, block_ids in metadata.lost_block_ids.items():
+            self._report.lose(lookup_id, len(block_ids) * self._block_size, block_ids)
         self._report.finished_recving.update(metadata.lost_async)
         if self._worker is None:
             self._lose_loads()
@@ -219,7 +269,7 @@ class LMCacheConnectorV1Impl:
         for request in () if self._metadata is None else self._metadata.requests:
             blocks = request.promised_blocks(self._block_size)
             if blocks:
-                self._report.lose(request.req_id, len(blocks) * self._block_size, blocks)
+                self._report.lose(request.lookup_id, len(blocks) * self._block_size, blocks)
                 if request.load_spec is not None and request.load_spec.load_async:
                     self._report.finished_recving.add(request.req_id)
 
@@ -256,12 +306,18 @@ class LMCacheConnectorV1Impl:
     def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
         if self._worker is not None:
             self._worker.engine.poll()
+        if self._manager is not None and self._manager.changes is not None:
+            changes = self._manager.changes.take()
+            if changes is not None:
+                self._report.worker.changes.append((self._rank, changes))
         return self._report.take_worker_metadata()
 
     # Scheduler hooks
 
     @guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -273,6 +329,13 @@ class LMCacheConnectorV1Impl:
         if self._scheduler is not None:
             block_ids = blocks.get_block_ids()[0] if num_external_tokens > 0 else []
             self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    @guarded(dict)
+    def hit_tiers(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
+        """The tiers that give a request the tokens that were just promised."""
+        if self._scheduler is None:
+            return {}
+        return self._scheduler.hit_tiers(request.request_id, num_external_tokens)
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
@@ -292,7 +355,19 @@ class LMCacheConnectorV1Impl:
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(report, LMCacheWorkerMetadata):
-            self._scheduler.update_connector_output(report)
+            self._scheduler.update_connector_output(report, connector_output.invalid_block_ids or ())
+            if self._events is not None:
+                self._events.observe(report.changes)
+
+    @guarded(lambda: ())
+    def take_events(self) -> Sequence[Any]:
+        """What became visible in all ranks' tiers, or went, since the last step."""
+        return () if self._events is None else self._events.take()
+
+    @guarded(lambda: None)
+    def _describe(self, request: Request, first_token: int, num_tokens: int, digests: bytes) -> None:
+        if self._events is not None:
+            self._events.describe(request, first_token, num_tokens, digests)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -309,31 +384,64 @@ class LMCacheConnectorV1Impl:
         flushed = [_flush_rank(self._manager.runtime_dir, rank) for rank in ranks]
         return all(flushed)
 
+    # Either role
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        """For vLLM's own metrics. Asked every step: only what has changed is looked at in full."""
+        failures = self.guard.failures.total()
+        if self._worker is not None:
+            counters = self._worker.engine.counters
+            tokens = counters.stored_tokens, counters.loaded_tokens, counters.load_failed_tokens
+            return self._stats_reporter.take((tokens, failures + counters.failures.total()), self.stats)
+        if self._scheduler is not None:
+            count, lookups = self._scheduler.counters, self._scheduler.lookups
+            return self._stats_reporter.take(
+                (count.requests, count.computed_tokens, lookups, failures), self.stats
+            )
+        return self._stats_reporter.take((self.reason, failures), self.stats)
+
     # The admin sidecar's questions, on the control server's thread
 
     def stats(self) -> RankStats | SchedulerStats:
         """A snapshot of this process."""
-        if not self._is_worker:
-            return self._scheduler_stats()
-        return self._rank_stats()
+        stats = self._rank_stats() if self._is_worker else self._scheduler_stats()
+        if self._live is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, config_digest=self._live.digest, config_restart=self._live.restart
+        )
 
-    def flush(self, tiers: Sequence[str]) -> list[FlushResult]:
+    def configure(self, file: Mapping[str, Any]) -> Configured:
+        """Takes in what the configuration file says, as far as it can without a restart."""
+        if self._live is None or (self._worker is None and self._scheduler is None):
+            return Configured(refused=f"the cache is off in this process ({self.reason}); start it anew")
+        return self._live.take_in(file, self._adapt)
+
+    def _adapt(self, config: LMCacheEngineConfig) -> list[str]:
+        if self._scheduler is not None:
+            self._scheduler.adapt(config)
+        return [] if self._manager is None else self._manager.adapt(config)
+
+    def flush(self, tiers: Sequence[str], scope: FlushScope) -> Future[list[FlushResult]]:
         """Empties tiers of this rank; the scheduler process holds none."""
+        return done([]) if self._worker is None else self._worker.control.flush(tiers, scope)
+
+    def pin(self, owner: str, prefix: Prefix, check: bool) -> Pinned:
+        """Keeps a prefix in this rank's tiers."""
         if self._worker is None:
-            return []
-        return [
-            FlushResult(
-                tier=tier,
-                complete=not flushed.kept_objects,
-                removed_objects=flushed.removed_objects,
-                removed_bytes=flushed.removed_bytes,
-                kept_objects=flushed.kept_objects,
-                reason="still read or written: invisible from now on, and freed when that ends"
-                if flushed.kept_objects
-                else "",
-            )
-            for tier, flushed in self._worker.engine.storage.flush(tiers).items()
-        ]
+            return Pinned(chunks=0, stored=0)
+        return self._worker.control.pin(owner, prefix, check)
+
+    def unpin(self, owner: str) -> Unpinned:
+        return Unpinned(0) if self._worker is None else self._worker.control.unpin(owner)
+
+    def pins(self) -> Pins:
+        return Pins([]) if self._worker is None else self._worker.control.pins()
+
+    def locate(self, prefix: Prefix) -> Future[Located]:
+        """Which part of a prompt this rank has, and where."""
+        return done(Located([])) if self._worker is None else self._worker.control.locate(prefix)
 
     @property
     def _layer_names(self) -> list[str]:
@@ -366,7 +474,7 @@ class LMCacheConnectorV1Impl:
         if self._worker is not None:
             return self._worker.stats(self._namespace, self._transfer_path, self.guard.failures)
         return RankStats(
-            rank=_rank(self._vllm_config),
+            rank=self._rank,
             pid=os.getpid(),
             ready=False,
             reason=self.reason,
@@ -381,14 +489,25 @@ class LMCacheConnectorV1Impl:
 
 
 def _flush_rank(runtime_dir: Path, rank: int) -> bool:
-    """Empties a rank's tiers; False if it does not answer. What is still read there is out of reach."""
+    """Drops all that the model may use from a rank's tiers; False if something of it can still be hit. What
+    is still read there is out of reach."""
+    everything = Flush([], FlushScope(own=True, force=True))
     with Client(socket_path(runtime_dir, rank_name(rank))) as client:
         try:
-            client.request(Flush([CpuTier.name]), Flushed, timeout_s=_FLUSH_TIMEOUT_S)
+            flushed = client.request(everything, Flushed, timeout_s=_FLUSH_TIMEOUT_S)
         except IpcError as error:
             logger.warning("KV cache: rank %d was not flushed: %s", rank, error)
             return False
-    return True
+    for result in flushed.results:
+        if not result.reached:
+            logger.warning("KV cache: %s of rank %d was not flushed: %s", result.tier, rank, result.reason)
+    return all(result.reached for result in flushed.results)
+
+
+def _wants_events(vllm_config: VllmConfig) -> bool:
+    """vLLM publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def _world_size(vllm_config: VllmConfig) -> int:

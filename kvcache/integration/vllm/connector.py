@@ -9,6 +9,7 @@ and vLLM serves on without a cache.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvcache.config import ConfigError, load_config
 from kvcache.integration.vllm.adapter import LMCacheConnectorV1Impl
 from kvcache.integration.vllm.metadata import LMCacheConnectorMetadata
+from kvcache.integration.vllm.vllm_stats import CachePromMetrics, CacheStats
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +44,18 @@ except ImportError:  # vLLM below 0.32 does not ask where a hit came from
 logger = logging.getLogger("vllm.kvcache")
 
 
+def _hit_source(tier: str) -> Any:
+    """vLLM's name for where a tier keeps KV."""
+    sources = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+    return sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
 class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
     """vLLM's side of the cache, in the scheduler process and in each worker process.
 
     `SupportsHMA` keeps vLLM from switching its hybrid KV cache manager off on our account; a model with
     several KV cache groups is then served without the cache.
     """
-
-    if CacheHitSource is not None:
-        _cache_hit_source = CacheHitSource.HOST
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -64,6 +70,26 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
             return load_config(extra_config).use_layerwise
         except ConfigError:
             return False  # the connector says so itself when it starts
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: pages of every layout that vLLM declares are copied as they lie, at the link's rate, so the
+        backend's choice and other connectors' wishes stand."""
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return CacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return CachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -128,6 +154,13 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._impl.update_state_after_alloc(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM 0.32 and later: which of its kinds of place gave how many tokens."""
+        found: Counter[Any] = Counter()
+        for tier, tokens in self._impl.hit_tiers(request, num_external_tokens).items():
+            found[_hit_source(tier)] += tokens
+        return dict(found)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         return self._impl.build_connector_meta(scheduler_output)
 
@@ -146,10 +179,15 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
         return self._impl.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._impl.take_events()
 
     def reset_cache(self) -> bool | None:
         return self._impl.reset_cache()
+
+    # Either role
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._impl.get_kv_connector_stats()
 
     def shutdown(self) -> None:
         self._impl.shutdown()

@@ -222,6 +222,12 @@ def namespace_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
     )
 
 
+def naming_rank(rank: int, tensor_parallel: int, *, use_mla: bool) -> int:
+    """The rank that a rank's chunks are named by. With MLA all tensor-parallel ranks of a stage hold the same
+    bytes: they share the name of the first, which alone writes them to the tiers below host memory."""
+    return rank - rank % tensor_parallel if use_mla else rank
+
+
 def default_runtime_dir(engine_id: str) -> Path:
     """The folder of an engine's sockets where none is configured: one for all its processes."""
     tag = hashlib.sha256(engine_id.encode()).hexdigest()[:12]

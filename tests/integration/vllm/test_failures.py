@@ -25,7 +25,7 @@ def _lose(tier: CpuTier, kept: int) -> None:
     """All chunks but the `kept` oldest are gone, their leases too."""
     tier.release_where(lambda owner: True)
     for key in list(tier._index)[kept:]:
-        tier._remove(key)
+        tier._room.remove(key)
 
 
 def _lose_before_load(monkeypatch: pytest.MonkeyPatch, engine: Engine, kept: int) -> None:
