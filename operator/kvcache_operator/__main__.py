@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m kvcache_operator {run,render,crd,local}`."""
+"""Command line: `python -m kvcache_operator {run,render,crd,reference,local}`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +20,15 @@ from kvcache_operator.local.state import Phase, StateFolder
 from kvcache_operator.local.up import up
 from kvcache_operator.parse import parse_file
 from kvcache_operator.plan import make_plan
+from kvcache_operator.reference import reference
 from kvcache_operator.render import render
 from kvcache_operator.settings import Settings
 from kvcache_operator.yaml_text import to_yaml
 
 _INTERRUPTED = 130
 """What a shell reports for a program that Ctrl-C ended."""
+_PIPE_CLOSED = 141
+"""What a shell reports for a program that ended since nobody reads its output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,9 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.command(options)
+        sys.stdout.flush()
     except (ResourceError, LocalError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Whoever reads the output has enough of it. What is left of it must not fail at exit again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -58,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("crd", help="print the CustomResourceDefinition of KVCache")
     command.set_defaults(command=_crd)
+
+    command = commands.add_parser("reference", help="print the page of the resource's fields, as Markdown")
+    command.set_defaults(command=_reference)
 
     local = commands.add_parser("local", help="run a resource on this machine, without a cluster")
     commands = local.add_subparsers(required=True, metavar="COMMAND")
@@ -123,24 +135,28 @@ def _state_folder(options: argparse.Namespace) -> StateFolder | None:
 def _run(_: argparse.Namespace) -> int:
     # Imported here, since a local run has no use for the Kubernetes client, which takes a second to load.
     from kvcache_operator.cluster import ClusterError
-    from kvcache_operator.handlers import run
+    from kvcache_operator.run import run
 
     try:
-        asyncio.run(run(Settings()))
-    except ClusterError as error:
+        return asyncio.run(run(Settings()))
+    except (ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _render(options: argparse.Namespace) -> int:
     rendered = render(make_plan(parse_file(options.file), Settings()))
-    print(to_yaml(rendered.token_secret, *rendered.applied), end="")
+    print(to_yaml(*rendered.all), end="")
     return 0
 
 
 def _crd(_: argparse.Namespace) -> int:
     print(to_yaml(crd()), end="")
+    return 0
+
+
+def _reference(_: argparse.Namespace) -> int:
+    print(reference(), end="")
     return 0
 
 

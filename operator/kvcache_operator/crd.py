@@ -12,19 +12,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcache_operator import GROUP, KIND, PLURAL, VERSION
-from kvcache_operator.models import KVCacheSpec, Status
+from kvcache_operator.models import MAX_NAME, KVCacheSpec, Status
+from kvcache_operator.models.base import rules
 
 _COLUMNS = (
     ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
     ("Desired", "integer", ".spec.replicas", 0),
     ("Up", "integer", ".status.readyReplicas", 0),
+    ("Hit%", "string", ".status.cache.hitRate", 0),
     ("Model", "string", ".spec.model.name", 1),
+    ("Image", "string", ".status.image", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 """Name, type, path and priority; columns of priority 1 show with `-o wide`."""
 
-_DROPPED = ("title", "const", "additionalProperties", "$defs")
+_DROPPED = ("title", "const", "additionalProperties", "propertyNames", "$defs")
 
 
 def crd() -> dict[str, Any]:
@@ -42,7 +45,7 @@ def crd() -> dict[str, Any]:
                 "plural": PLURAL,
                 "singular": KIND.lower(),
                 "shortNames": ["kvc"],
-                "categories": ["inference"],
+                "categories": ["inference", "kvcache"],
             },
             "versions": [_version()],
         },
@@ -54,14 +57,18 @@ def _version() -> dict[str, Any]:
         "type": "object",
         "description": "A model served by vLLM with a cache of keys and values.",
         "required": ["spec"],
+        **rules(
+            (
+                f"self.metadata.name.size() <= {MAX_NAME} && self.metadata.name.matches('^[a-z][-a-z0-9]*$')",
+                f"the name is also that of a Service: at most {MAX_NAME} lower-case letters, digits and "
+                "dashes, a letter first",
+                "",
+            )
+        ),
         "properties": {
             "spec": structural(KVCacheSpec.model_json_schema()),
             "status": structural(Status.model_json_schema()),
         },
-    }
-    schema["properties"]["status"]["properties"]["conditions"] |= {
-        "x-kubernetes-list-type": "map",
-        "x-kubernetes-list-map-keys": ["type"],
     }
     return {
         "name": VERSION,
@@ -100,18 +107,37 @@ def _node(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str
         del node["anyOf"]
         return _node({**alternatives[0], **node}, definitions)
     kept = {key: value for key, value in node.items() if key not in _DROPPED}
-    # Null is absence, and an empty text as a default is taken for null by older servers.
-    if kept.get("default", 0) in (None, ""):
+    if isinstance(node.get("additionalProperties"), dict):
+        # A map; `additionalProperties` of the other kind only says that keys are closed.
+        kept["additionalProperties"] = _node(node["additionalProperties"], definitions)
+        if "maxLength" in kept:
+            kept["maxProperties"] = kept.pop("maxLength")
+    # Null is absence, an empty text as a default is taken for null by older servers, and an empty list or map
+    # says no more than absence and makes `kubectl get -o yaml` long.
+    if kept.get("default", 0) in (None, "", []) or (
+        kept.get("default", 0) == {} and "properties" not in kept
+    ):
         del kept["default"]
     if "const" in node:
         kept["enum"] = [node["const"]]
     if "description" in kept:
         kept["description"] = " ".join(kept["description"].split())
-    if "default" in kept and "properties" in kept:
-        # The server fills an empty object with the defaults of its properties.
-        kept["default"] = {}
     if "properties" in kept:
         kept["properties"] = {name: _node(part, definitions) for name, part in kept["properties"].items()}
+        if "default" in kept:
+            kept["default"] = _written(kept["default"], kept)
     if "items" in kept:
         kept["items"] = _node(kept["items"], definitions)
     return kept
+
+
+def _written(default: Any, schema: Mapping[str, Any]) -> Any:
+    """A default without what is absence anyway. It is whole otherwise: rules see it as it stands here."""
+    if not isinstance(default, Mapping) or "properties" not in schema:
+        return default
+    parts = schema["properties"]
+    return {
+        name: _written(value, parts[name])
+        for name, value in default.items()
+        if not (value in (None, "", []) or (value == {} and "properties" not in parts[name]))
+    }

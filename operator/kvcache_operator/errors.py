@@ -6,6 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+INVALID_SPEC = "InvalidSpec"
+MEMORY_BUDGET_EXCEEDED = "MemoryBudgetExceeded"
+CLAIM_NOT_SHAREABLE = "ClaimNotShareable"
+"""Reasons of the condition Accepted."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -17,6 +22,8 @@ class Problem:
     """What was read, what is wrong, what to do."""
     line: int | None = None
     """Line of the YAML file, from 1, where there is one."""
+    reason: str = INVALID_SPEC
+    """Of the condition that tells of it."""
 
     def __str__(self) -> str:
         place = f" (line {self.line})" if self.line is not None else ""
@@ -29,6 +36,11 @@ class ResourceError(ValueError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
+
+    @property
+    def reason(self) -> str:
+        """That of its first problem."""
+        return self.problems[0].reason if self.problems else INVALID_SPEC
 
     @classmethod
     def at(cls, path: str, text: str) -> ResourceError:

@@ -54,11 +54,11 @@ def rendered_of(document: dict[str, Any]) -> Rendered:
 
 def objects_of(document: dict[str, Any]) -> list[Manifest]:
     rendered = rendered_of(document)
-    return [rendered.token_secret, *rendered.applied]
+    return list(rendered.all)
 
 
 def pod_of(rendered: Rendered) -> Manifest:
-    spec: Manifest = rendered.deployment["spec"]["template"]["spec"]
+    spec: Manifest = rendered.workload["spec"]["template"]["spec"]
     return spec
 
 

@@ -118,9 +118,9 @@ def test_a_container_is_translated_as_a_whole() -> None:
     rewrite = PathRewriter(
         {"/run/kvcache": "/s/runtime", "/home/kvcache": "/s/home", "/etc/kvcache": "/s/config"}
     )
-    pod = local_pod(rendered.deployment, {}, rewrite, {"PATH": "/bin", "SECRET": "x", "LANG": "C.UTF-8"})
+    pod = local_pod(rendered.workload, {}, rewrite, {"PATH": "/bin", "SECRET": "x", "LANG": "C.UTF-8"})
     engine, admin = pod.containers
-    assert engine.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert engine.argv[:3] == (sys.executable, "-m", "kvcache.integration.vllm.serve")
     flags = dict(zip(engine.argv, engine.argv[1:], strict=False))
     assert flags["--host"] == "127.0.0.1"
     assert '"config_file":"/s/config/config.yaml"' in flags["--kv-transfer-config"]
@@ -139,7 +139,7 @@ def test_what_a_local_run_has_not_is_told() -> None:
     env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
     rendered = rendered_of(with_value(SMALLEST, "spec.engine.env", env))
     with pytest.raises(LocalError, match="the pod names the Secret hub, which no local run has"):
-        local_pod(rendered.deployment, {}, PathRewriter({}), {})
+        local_pod(rendered.workload, {}, PathRewriter({}), {})
 
 
 @given(
@@ -260,6 +260,10 @@ SAMPLE = next(path for path in SAMPLES if path.stem == "smollm2")
             "spec.model.volume.claimName: models has no folder here; give it one with --claim models=FOLDER",
         ),
         ({"other": "."}, "spec.model.volume.claimName: models has no folder here"),
+        (
+            {"modles": "."},
+            "models has no folder here; give it one with --claim models=FOLDER (--claim modles=... was read)",
+        ),
         ({"models": ".", "other": "."}, "--claim: other is no claim of this resource; remove it"),
         ({"models": "nowhere"}, "--claim: models={root}/nowhere: that is no folder; name one that exists"),
         (
@@ -279,7 +283,7 @@ def test_claims_and_models_are_checked_beforehand(
         up(parse_file(SAMPLE), folders, state, print)
     assert sentence.format(root=tmp_path) in str(caught.value)
     # Nothing is left of the attempt.
-    assert [entry.name for entry in state.path.iterdir()] == ["lock"]
+    assert not state.path.exists()
 
 
 def test_a_model_folder_needs_no_claim(tmp_path: Path) -> None:

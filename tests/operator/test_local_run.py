@@ -145,7 +145,7 @@ def test_a_pod_that_does_not_become_ready(folder: StateFolder, limits: dict[str,
 def test_a_program_that_is_not_there(folder: StateFolder) -> None:
     plan = toy_plan(free_ports(2))
     rendered = toy_pod(plan)
-    rendered.deployment["spec"]["template"]["spec"]["containers"][0]["command"] = ["no-such-program"]
+    rendered.workload["spec"]["template"]["spec"]["containers"][0]["command"] = ["no-such-program"]
     with pytest.raises(LocalError, match=r"container vllm cannot be started .*no-such-program"):
         start(plan, rendered, {}, folder, print)
     assert processes_of(folder) == []

@@ -36,7 +36,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("spec.cache.tiers.cpu.capacity", "4GB", "'4GB' is no quantity; write a number with a unit"),
     ("spec.cache.tiers.cpu.capacity", "4", "'4' has no unit; write 32Gi for gibibytes"),
     ("spec.model.name", "/models/../etc", "leads out of its folder; write the path without '..'"),
-    ("spec.model.volume.claimName", "A/../b", "names no claim"),
+    ("spec.model.volume.claimName", "A/../b", "does not fit; write the name of an object"),
     ("metadata.namespace", "../x", "names no namespace"),
     ("spec.cache.tiers.cpu.capacity", 4, "'4' has no unit"),
     ("spec.cache.tiers.cpu.capacity", "255Mi", "255Mi is less than 256Mi; write 256Mi or more"),
@@ -65,7 +65,7 @@ def test_a_bad_value_is_named_by_its_path(path: str, value: Any, sentence: str) 
         # One level too high.
         ("spec.cache.capacity", "unknown key here; it belongs at spec.cache.tiers.cpu.capacity"),
         ("spec.tiers", "unknown key here; it belongs at spec.cache.tiers"),
-        ("spec.zzz", "unknown key; the known ones here are replicas, model, engine, cache, admin"),
+        ("spec.rollout.zzz", "unknown key; the known ones here are maxSurge, maxUnavailable"),
     ],
 )
 def test_an_unknown_key_leads_to_the_known_one(path: str, sentence: str) -> None:

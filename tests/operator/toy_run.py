@@ -58,7 +58,7 @@ def toy_pod(
 ) -> Rendered:
     """The plan's pod with toys for programs, and probes ten times a second."""
     rendered = render(plan)
-    deployment = copy.deepcopy(rendered.deployment)
+    deployment = copy.deepcopy(rendered.workload)
     deployment["spec"]["progressDeadlineSeconds"] = ready_within_s
     pod: Manifest = deployment["spec"]["template"]["spec"]
     pod["terminationGracePeriodSeconds"] = grace_s
@@ -75,7 +75,7 @@ def toy_pod(
             container[kind] |= {"periodSeconds": 0.1, "timeoutSeconds": 2}
         container["startupProbe"]["failureThreshold"] = startup_failures
         container["readinessProbe"]["failureThreshold"] = readiness_failures
-    return dataclasses.replace(rendered, deployment=deployment)
+    return dataclasses.replace(rendered, workload=deployment)
 
 
 def toy_up(

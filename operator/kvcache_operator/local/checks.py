@@ -12,6 +12,7 @@ from kvcache_operator.local.errors import LocalError
 from kvcache_operator.local.paths import PathRewriter
 from kvcache_operator.local.pod import LOCAL_HOST
 from kvcache_operator.models import KVCacheSpec
+from kvcache_operator.planning.places import secret_files, secret_uses
 
 CLAIM_PATH = "spec.model.volume.claimName"
 
@@ -27,7 +28,15 @@ def check_machine(spec: KVCacheSpec, claims: Mapping[str, Path], rewrite: PathRe
     Raises:
         ResourceError: with all that does not hold.
     """
-    problems = [*_replicas(spec), *_env(spec), *_model(spec, rewrite), *_ports(spec), *_memory(spec)]
+    problems = [
+        *_replicas(spec),
+        *_env(spec),
+        *_secrets(spec),
+        *_disk(spec),
+        *_model(spec, rewrite),
+        *_ports(spec),
+        *_memory(spec),
+    ]
     problems += [
         Problem("--claim", f"{claim}={folder}: that is no folder; name one that exists")
         for claim, folder in claims.items()
@@ -52,6 +61,23 @@ def _env(spec: KVCacheSpec) -> list[Problem]:
         for index, variable in enumerate(spec.engine.env)
         if variable.value_from is not None
     ]
+
+
+def _secrets(spec: KVCacheSpec) -> list[Problem]:
+    return [
+        Problem(use.field, "names a Secret, and there is none without a cluster; remove it")
+        for use in secret_uses(spec, secret_files(spec))
+        if not use.field.startswith("spec.engine.env")
+    ]
+
+
+def _disk(spec: KVCacheSpec) -> list[Problem]:
+    if not spec.uses_claim_template:
+        return []
+    text = (
+        "asks for claims, and nobody makes them without a cluster; write emptyDir, or claimName and --claim"
+    )
+    return [Problem("spec.cache.tiers.disk.volume.claimTemplate", text)]
 
 
 def _model(spec: KVCacheSpec, rewrite: PathRewriter) -> list[Problem]:

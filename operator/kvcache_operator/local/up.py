@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import os
 import shutil
@@ -95,7 +96,7 @@ def _lay_out(
     plan: Plan, rendered: Rendered, claims: Mapping[str, Path], folder: StateFolder, starter: ProcessId
 ) -> RunState:
     """Checks the machine, then makes the volumes; makes nothing if a check fails."""
-    pod_spec = rendered.deployment["spec"]["template"]["spec"]
+    pod_spec = rendered.workload["spec"]["template"]["spec"]
     _check_claims(plan, claims)
     root = volumes_root(folder.path, pod_spec)
     try:
@@ -104,7 +105,7 @@ def _lay_out(
         rewrite = PathRewriter(mounts)
         check_machine(plan.spec, claims, rewrite)
         objects = _objects(rendered)
-        pod = local_pod(rendered.deployment, objects, rewrite, os.environ)
+        pod = local_pod(rendered.workload, objects, rewrite, os.environ)
         fill_volumes(pod_spec, folders, objects, rewrite)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
@@ -124,17 +125,24 @@ def _lay_out(
 
 
 def _objects(rendered: Rendered) -> dict[tuple[str, str], Manifest]:
-    objects = (rendered.config_map, with_token(rendered.token_secret, draw_token()))
+    objects = [rendered.config_map]
+    if rendered.token_secret is not None:
+        objects.append(with_token(rendered.token_secret, draw_token()))
     return {(entry["kind"], entry["metadata"]["name"]): entry for entry in objects}
 
 
 def _check_claims(plan: Plan, claims: Mapping[str, Path]) -> None:
-    volume = plan.spec.model.volume
-    wanted = {volume.claim_name} if volume is not None else set()
-    for claim in sorted(wanted - claims.keys()):
-        raise ResourceError.at(
-            CLAIM_PATH, f"{claim} has no folder here; give it one with --claim {claim}=FOLDER"
-        )
+    disk = plan.spec.cache.tiers.disk
+    places = {CLAIM_PATH: plan.spec.model.claim}
+    if disk is not None:
+        places["spec.cache.tiers.disk.volume.claimName"] = disk.volume.claim_name
+    wanted = {claim for claim in places.values() if claim is not None}
+    for path, name in places.items():
+        if name is not None and name not in claims:
+            near = difflib.get_close_matches(name, claims.keys() - wanted, n=1)
+            text = f"{name} has no folder here; give it one with --claim {name}=FOLDER"
+            text += f" (--claim {near[0]}=... was read)" if near else ""
+            raise ResourceError.at(path, text)
     for claim in sorted(claims.keys() - wanted):
         raise ResourceError.at(
             "--claim", f"{claim} is no claim of this resource; remove it or correct {CLAIM_PATH}"
@@ -165,7 +173,13 @@ def _locked(folder: StateFolder) -> Iterator[None]:
             raise LocalError(
                 f"another `local up` is at work in {folder.path}; wait for it or end it"
             ) from error
-        yield
+        try:
+            yield
+        finally:
+            if sorted(path.name for path in folder.path.iterdir()) == ["lock"]:
+                # Nothing came of it: a folder that was made for this run alone is not left behind.
+                (folder.path / "lock").unlink()
+                folder.path.rmdir()
 
 
 def _refuse_second(folder: StateFolder) -> None:

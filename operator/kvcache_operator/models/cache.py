@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache: what a chunk is, which way it moves, and the tiers it is kept in."""
+"""The cache: what a chunk is, which way it moves, who may share it, and the tiers it is kept in."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
-from kvcache_operator.models.base import Part
-from kvcache_operator.models.measures import TierCapacity
+from kvcache_operator.models.base import Matching, Part, rules
+from kvcache_operator.models.refs import SecretKey
+from kvcache_operator.models.tiers import Tiers
+
+NEEDS_SHARED = (
+    "a Producer or Consumer needs a tier that others share: remote, or a disk tier with volume.claimName"
+)
 
 
 class Role(StrEnum):
@@ -27,47 +32,68 @@ class Transfer(StrEnum):
     LAYERWISE = "Layerwise"
 
 
+class EventsMode(StrEnum):
+    """How what the cache holds is made known."""
+
+    DISABLED = "Disabled"
+    ZMQ = "ZMQ"
+
+
 def _check_power_of_two(tokens: int) -> int:
     if tokens & (tokens - 1):
         raise ValueError(f"{tokens} is no power of two; take 256")
     return tokens
 
 
-class CpuTier(Part):
-    """The tier in host memory."""
+class EventsSpec(Part):
+    """KV events: vLLM tells routers which blocks it holds."""
 
-    capacity: TierCapacity
-    """Bytes of one replica, shared evenly by its ranks."""
-    pinning: Literal["Required", "Preferred", "Disabled"] = "Preferred"
-    """Whether the memory is page-locked for a GPU: Preferred goes on without, Required does not."""
-    eviction: Literal["LRU"] = "LRU"
-    """Which chunk gives way when the tier is full."""
-
-
-class Tiers(Part):
-    """Where chunks are kept, fastest first."""
-
-    cpu: CpuTier
-    """Host memory."""
+    mode: EventsMode = Field(default=EventsMode.DISABLED, strict=False)
+    """ZMQ publishes them on a port of each pod."""
+    port: int = Field(default=5557, ge=1024, le=65535)
+    """Port of the publisher."""
 
 
 class CacheSpec(Part):
     """The cache of one replica."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.role == 'Both' || has(self.tiers.remote) || "
+                "(has(self.tiers.disk) && has(self.tiers.disk.volume.claimName))",
+                NEEDS_SHARED,
+                ".role",
+            ),
+            (
+                "self.chunkTokens in [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]",
+                "a power of two from 16 to 4096 is needed; take 256",
+                ".chunkTokens",
+            ),
+        )
+    )
 
     chunk_tokens: Annotated[int, AfterValidator(_check_power_of_two)] = Field(default=256, ge=16, le=4096)
     """Tokens that are stored and looked up as one: a power of two, a multiple of the engine's block size."""
     role: Role = Field(default=Role.BOTH, strict=False)
     """Both stores and loads; a Producer only stores, a Consumer only loads."""
     transfer: Transfer = Field(default=Transfer.WHOLE, strict=False)
-    """Whole moves all layers of a chunk at once, Layerwise each layer while the next is computed."""
-    # Whole is the default as long as the engine has no layerwise connector; a later default of Layerwise
-    # changes no stored byte, since one chunk has one layout for both.
+    """Whole moves all layers of a chunk at once, Layerwise each layer while the next is computed. What is
+    stored is the same for both."""
+    namespace: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=63),
+            Matching(r"^[a-zA-Z0-9]([-_.a-zA-Z0-9]*)$", "write letters, digits, dashes, dots, underscores"),
+        ]
+        | None
+    ) = None
+    """Mixed into every key: only resources of the same namespace find each other's chunks. Another one
+    empties the cache for all that follows. Model, revision, types and parallelism are in the keys anyway."""
+    seed_secret_ref: SecretKey | None = None
+    """A secret text that is mixed into every key too, so that nobody can craft tokens whose keys collide. It
+    must be equal wherever chunks are shared; a new one counts from the next start of a pod."""
     tiers: Tiers
     """Where chunks are kept."""
-
-
-class AdminSpec(Part):
-    """The admin sidecar: health, metrics, statistics and flushes."""
-
-    port: int = Field(default=8081, ge=1024, le=65535)
-    """Port of the admin API."""
+    events: EventsSpec = EventsSpec()
+    """KV events."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that is served and the engine, vLLM, that serves it."""
+"""The engine, vLLM: its image, its shape, its flags and its variables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from kvcache_operator.models.base import Part
-from kvcache_operator.models.measures import DrainTimeout, Duration, Quantity, StartupTimeout
-
-MODELS_MOUNT = "/models"
-"""Where the claim of `spec.model.volume` is mounted."""
+from kvcache_operator.models.base import LIST_MAP_BY_NAME, Part, rules
+from kvcache_operator.models.measures import (
+    DrainTimeout,
+    Duration,
+    Quantity,
+    SharedMemory,
+    StartupTimeout,
+)
+from kvcache_operator.models.refs import EnvSource, SecretName
 
 
 class Device(StrEnum):
@@ -32,6 +36,9 @@ OWNED_FLAGS = (
     "--uds",
     "--config",
     "--dtype",
+    "--kv-cache-dtype",
+    "--gpu-memory-utilization",
+    "--kv-events-config",
     "--max-model-len",
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
@@ -47,9 +54,34 @@ OWNED_FLAGS = (
 )
 """Flags of vLLM that other fields set, or that would take the pod's shape out of the operator's hands."""
 
+FIELDS_OF_FLAGS = {
+    "--model": "spec.model.name",
+    "--revision": "spec.model.revision",
+    "--served-model-name": "spec.model.servedName",
+    "--port": "spec.engine.port",
+    "--dtype": "spec.engine.dtype",
+    "--kv-cache-dtype": "spec.engine.kvCacheDtype",
+    "--gpu-memory-utilization": "spec.engine.gpuMemoryUtilizationPercent",
+    "--kv-events-config": "spec.cache.events",
+    "--max-model-len": "spec.engine.maxModelLength",
+    "--tensor-parallel-size": "spec.engine.tensorParallelSize",
+    "-tp": "spec.engine.tensorParallelSize",
+    "--pipeline-parallel-size": "spec.engine.pipelineParallelSize",
+    "-pp": "spec.engine.pipelineParallelSize",
+    "--kv-transfer-config": "spec.cache",
+    "--shutdown-timeout": "spec.engine.drainTimeout",
+}
+"""The field that sets a flag. The other owned flags have none."""
+_OWNED_PATTERN = "^--(" + "|".join(flag[2:].replace("-", "[-_]") for flag in OWNED_FLAGS) + ")([=.]|$)"
 _OWNED_SHORT_FLAGS = ("-tp", "-pp", "-dp")
-_OWNED_ENV = frozenset({"BIND_HOST", "PYTHONHASHSEED", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE"})
+_OWNED_ENV = frozenset(
+    {
+        *("BIND_HOST", "PYTHONHASHSEED", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE"),
+        *("HF_TOKEN_PATH", "AWS_SHARED_CREDENTIALS_FILE"),
+    }
+)
 _OWNED_ENV_PREFIXES = ("KVCACHE_", "LMCACHE_")
+_OWNED_ENV_PATTERN = f"^({'|'.join(sorted(_OWNED_ENV))})$|^({'|'.join(_OWNED_ENV_PREFIXES)})"
 
 
 def owned_flag(arg: str) -> str | None:
@@ -64,12 +96,17 @@ def owned_flag(arg: str) -> str | None:
     return next((flag for flag in OWNED_FLAGS if len(name) > 2 and flag.startswith(name)), None)
 
 
+def owned_variable(name: str) -> bool:
+    """Whether the operator itself sets this environment variable."""
+    return name in _OWNED_ENV or name.startswith(_OWNED_ENV_PREFIXES)
+
+
 def _check_arg(arg: str) -> str:
     flag = owned_flag(arg)
     if flag is not None:
-        raise ValueError(
-            f"{arg!r} sets {flag}, which the operator sets itself; remove it and use the field of spec for it"
-        )
+        field = FIELDS_OF_FLAGS.get(flag)
+        instead = f"remove it and set {field}" if field else "remove it, there is no field for it"
+        raise ValueError(f"{arg!r} sets {flag}, which the operator sets itself; {instead}")
     return arg
 
 
@@ -78,7 +115,7 @@ def _check_env_name(name: str) -> str:
         raise ValueError(
             f"{name!r} is no name of an environment variable; use letters, digits and underscores"
         )
-    if name in _OWNED_ENV or name.startswith(_OWNED_ENV_PREFIXES):
+    if owned_variable(name):
         raise ValueError(f"{name} is set by the operator; remove it and use the field of spec for it")
     return name
 
@@ -100,24 +137,23 @@ def _check_unique_names(variables: tuple[EnvVar, ...]) -> tuple[EnvVar, ...]:
     return variables
 
 
-class SecretKey(Part):
-    """One key of a Secret in the resource's namespace."""
-
-    name: str = Field(min_length=1, max_length=253)
-    """Name of the Secret."""
-    key: str = Field(min_length=1, max_length=253)
-    """Key in the Secret."""
-
-
-class EnvSource(Part):
-    """Where a value comes from that must not stand in the resource."""
-
-    secret_key_ref: SecretKey
-    """A key of a Secret."""
-
-
 class EnvVar(Part):
     """An environment variable of the engine: a value, or where it comes from."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!(has(self.value) && has(self.valueFrom))",
+                "value and valueFrom exclude each other; keep one",
+                "",
+            ),
+            (
+                f"!self.name.matches('{_OWNED_ENV_PATTERN}')",
+                "this variable is set by the operator; remove it and use the field of spec for it",
+                ".name",
+            ),
+        )
+    )
 
     name: Annotated[str, AfterValidator(_check_env_name)] = Field(min_length=1, max_length=256)
     """Name of the variable."""
@@ -133,46 +169,18 @@ class EnvVar(Part):
         return self
 
 
-def _check_claim(name: str) -> str:
-    if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", name):
-        raise ValueError(f"{name!r} names no claim; use lower-case letters, digits, dashes and dots")
-    return name
-
-
-def _check_model(name: str) -> str:
-    if ".." in name.split("/"):
-        raise ValueError(f"{name!r} leads out of its folder; write the path without '..'")
-    return name
-
-
-class ModelVolume(Part):
-    """A claim that holds models."""
-
-    claim_name: Annotated[str, AfterValidator(_check_claim)] = Field(min_length=1, max_length=253)
-    """Name of a PersistentVolumeClaim in the resource's namespace. It is mounted at /models: read-only where
-    `model.name` is a path below it, otherwise as the folder that downloads are kept in."""
-
-
-class ModelSpec(Part):
-    """What is served."""
-
-    name: Annotated[str, AfterValidator(_check_model)] = Field(min_length=1, max_length=256)
-    """Name of a model on the Hugging Face Hub, or an absolute path of a folder that holds one."""
-    revision: str | None = Field(default=None, min_length=1, max_length=128)
-    """Branch, tag or commit on the Hub."""
-    served_name: str | None = Field(default=None, min_length=1, max_length=128)
-    """Name under which requests ask for the model. Default: `name`."""
-    volume: ModelVolume | None = None
-    """Where models lie; without it downloads live as long as the pod."""
-
-    @property
-    def is_path(self) -> bool:
-        """Whether the model is a folder, so that nothing is downloaded."""
-        return self.name.startswith("/")
-
-
 class EngineSpec(Part):
     """vLLM: its image, its shape and its flags."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                f"!has(self.args) || self.args.all(a, !a.matches('{_OWNED_PATTERN}'))",
+                "a flag that the operator sets itself: remove it and use the field of spec for it",
+                ".args",
+            ),
+        )
+    )
 
     image: Annotated[str, AfterValidator(_check_image)] | None = Field(default=None, max_length=512)
     """Image with vLLM and the cache, with a tag or digest. Default: the operator's, by `device`."""
@@ -180,12 +188,16 @@ class EngineSpec(Part):
     """When the image is pulled."""
     device: Device = Field(default=Device.CUDA, strict=False)
     """What vLLM computes on: CUDA takes one GPU for each rank, CPU takes none."""
+    image_pull_secrets: tuple[SecretName, ...] = Field(
+        default=(), max_length=8, strict=False, json_schema_extra=LIST_MAP_BY_NAME
+    )
+    """Secrets with credentials of image registries, for every container of the pod."""
     args: tuple[Annotated[str, AfterValidator(_check_arg), Field(max_length=1024)], ...] = Field(
         default=(), max_length=64, strict=False
     )
     """More flags for vLLM, one string each. Flags that the operator sets are refused."""
     env: Annotated[tuple[EnvVar, ...], AfterValidator(_check_unique_names)] = Field(
-        default=(), max_length=64, strict=False
+        default=(), max_length=64, strict=False, json_schema_extra=LIST_MAP_BY_NAME
     )
     """More environment variables for vLLM; one that the operator sets as a default is replaced."""
     port: int = Field(default=8000, ge=1024, le=65535)
@@ -194,12 +206,18 @@ class EngineSpec(Part):
     """Ranks that share each layer."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=16)
     """Ranks that share the layers among them, on one node."""
+    gpu_memory_utilization_percent: int = Field(default=90, ge=10, le=98)
+    """Share of each GPU's memory that vLLM may take; no meaning where `device` is CPU."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of weights and activations."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Type of keys and values in vLLM's pages and in the cache; auto is the type of the model."""
     max_model_length: int | None = Field(default=None, ge=1, le=16_777_216)
     """Longest prompt and answer together, in tokens. Default: what the model allows."""
     cpu_kv_space: Quantity = Quantity.parse("4Gi")
     """Memory for vLLM's own KV blocks where `device` is CPU, for each rank; whole gibibytes."""
+    shm_size: SharedMemory | None = None
+    """Size of /dev/shm. Default: computed from the number of ranks."""
     startup_timeout: StartupTimeout = Duration.parse("30m")
     """The longest that loading the model may take before the container is started again."""
     drain_timeout: DrainTimeout = Duration.parse("60s")

@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvcache.config import parse_quantity
 
+_CPU = re.compile(r"^([0-9]{1,7})(m?)$")
 _DURATION = re.compile(r"^(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?$")
 
 
@@ -86,6 +87,30 @@ class Duration(_Measure):
         }
 
 
+class CpuAmount(_Measure):
+    """Thousandths of a processor, written as a Kubernetes quantity such as `2` or `500m`."""
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Raises ValueError where `value` is no amount of processors."""
+        if isinstance(value, cls):
+            return value
+        match = _CPU.match(str(value)) if isinstance(value, int | str) and value is not True else None
+        if match is None:
+            raise ValueError(f"{value!r} is no amount of processors; write 2 or 500m")
+        return cls._of(int(match[1]) * (1 if match[2] else 1000), str(value))
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "pattern": "^[0-9]{1,7}m?$",
+        }
+
+
 def at_least(least: _Measure) -> AfterValidator:
     """A lower bound whose sentence shows both amounts as they are written in resources."""
 
@@ -111,3 +136,10 @@ def at_most(most: _Measure) -> AfterValidator:
 TierCapacity = Annotated[Quantity, at_least(Quantity.parse("256Mi"))]
 StartupTimeout = Annotated[Duration, at_least(Duration.parse("1m")), at_most(Duration.parse("6h"))]
 DrainTimeout = Annotated[Duration, at_most(Duration.parse("1h"))]
+SharedMemory = Annotated[Quantity, at_least(Quantity.parse("64Mi"))]
+RemoteDeadline = Annotated[Duration, at_least(Duration.parse("1s")), at_most(Duration.parse("1m"))]
+TimeToLive = Annotated[Duration, at_least(Duration.parse("1s"))]
+ScrapeInterval = Annotated[Duration, at_least(Duration.parse("5s")), at_most(Duration.parse("1h"))]
+WriteQueue = Annotated[Quantity, at_least(Quantity.parse("1Mi"))]
+ClientBuffer = Annotated[Quantity, at_least(Quantity.parse("16Mi"))]
+TenantQuota = Annotated[Quantity, at_least(Quantity.parse("1Mi"))]

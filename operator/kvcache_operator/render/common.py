@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvcache_operator import API_VERSION, KIND
@@ -29,9 +30,13 @@ def labels(plan: Plan) -> dict[str, str]:
     }
 
 
-def metadata(plan: Plan, name: str) -> Manifest:
+def metadata(plan: Plan, name: str, more_labels: Mapping[str, str] | None = None) -> Manifest:
     """Name, place, labels and, where an API server knows it, the owner: the object goes when it goes."""
-    meta: Manifest = {"name": name, "namespace": plan.namespace, "labels": labels(plan)}
+    meta: Manifest = {
+        "name": name,
+        "namespace": plan.namespace,
+        "labels": labels(plan) | dict(more_labels or {}),
+    }
     if plan.owner_uid is not None:
         meta["ownerReferences"] = [
             {
