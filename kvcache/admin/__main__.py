@@ -10,18 +10,22 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from kvcache.admin.app import create_app
 from kvcache.admin.service import Settings
 from kvcache.bearer import TokenFile
+from kvcache.config import CONFIG_FILE_ENV
 from kvcache.ipc import IpcError, checked_path
 
 logger = logging.getLogger("kvcache.admin")
 
 ENV_PREFIX = "KVCACHE_ADMIN_"
 _STOP_TIMEOUT_S = 5
+_MAX_CONNECTIONS = 256
+"""At a time; more are answered 503, so that whoever floods the sidecar does not take the pod's memory."""
 
 
 def rank_count(text: str) -> int:
@@ -38,6 +42,21 @@ def port_number(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"{port} was read; give 0 (any free one) to 65535")
     return port
+
+
+def server_url(text: str) -> str:
+    """Of a server: scheme, host, and maybe a port and a path. The name stands in argparse's messages."""
+    example = "such as http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} was read ({error}); give one {example}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} was read; give scheme, host and port, {example}")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} was read; leave out user, query and fragment, {example}")
+    return text
 
 
 def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -59,7 +78,17 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="port to listen on; 0 for any free one",
     )
     add("--token-file", default=env("TOKEN_FILE"), help="file with the token that clients must send")
-    add("--vllm-url", default=env("VLLM_URL"), help="vLLM's server, for flushes of the gpu tier")
+    add(
+        "--vllm-url",
+        type=server_url,
+        default=env("VLLM_URL"),
+        help="vLLM's server, for flushes of the gpu tier",
+    )
+    add(
+        "--config-file",
+        default=environ.get(CONFIG_FILE_ENV) or None,
+        help=f"the mounted configuration, handed to vLLM when it changes; also from {CONFIG_FILE_ENV}",
+    )
     add("--expected-ranks", type=rank_count, default=env("EXPECTED_RANKS"), help="ranks that must be ready")
     return parser
 
@@ -86,7 +115,13 @@ def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os
     """Serves until a signal ends it. Returns 1 if the address cannot be had; exits with 2 for bad options."""
     parser = _parser(environ)
     options = parser.parse_args(arguments)
-    settings = Settings(options.runtime_dir, options.token_file, options.vllm_url, options.expected_ranks)
+    settings = Settings(
+        options.runtime_dir,
+        options.token_file,
+        options.vllm_url,
+        options.expected_ranks,
+        config_file=options.config_file,
+    )
     try:
         checked_path(f"{options.runtime_dir}/control.scheduler.sock")
     except IpcError as error:
@@ -118,6 +153,7 @@ def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os
                 server_header=False,
                 ws="none",
                 timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+                limit_concurrency=_MAX_CONNECTIONS,
             )
         ).run(sockets=[listener])
     return 0

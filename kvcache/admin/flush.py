@@ -7,15 +7,16 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import httpx
 
-from kvcache.admin.models import FlushReport, FlushRequest, TierFlush
+from kvcache.admin.models import FlushReport, FlushRequest, FlushScopeReport, TierFlush
 from kvcache.admin.problems import Problem
 from kvcache.bearer import TokenFile
-from kvcache.control.wire import FlushResult
+from kvcache.control.wire import FlushResult, FlushScope
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +101,13 @@ class FlushJobs:
     """Runs flushes one at a time and remembers the last 32.
 
     Args:
-        flush_ranks: has every rank drop tiers; the name of each rank to its results.
+        flush_ranks: has every rank drop what of tiers is in a scope; the name of each rank to its results.
         gpu: vLLM's own cache, the tier `gpu`.
     """
 
     def __init__(
         self,
-        flush_ranks: Callable[[Sequence[str]], Awaitable[Mapping[str, Sequence[FlushResult]]]],
+        flush_ranks: Callable[[Sequence[str], FlushScope], Awaitable[Mapping[str, Sequence[FlushResult]]]],
         gpu: GpuCache,
     ) -> None:
         self._flush_ranks = flush_ranks
@@ -114,9 +115,14 @@ class FlushJobs:
         self._reports: dict[str, FlushReport] = {}
         self._task: asyncio.Task[None] | None = None
         self._running = ""
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """Flushes of a tier that ended, by tier and `complete` or `incomplete`."""
 
-    def start(self, request: FlushRequest) -> FlushReport:
+    def start(self, request: FlushRequest, scope: FlushScope) -> FlushReport:
         """Begins a flush.
+
+        Args:
+            scope: as the ranks understand it.
 
         Raises:
             Problem: 409 while another one runs.
@@ -134,13 +140,19 @@ class FlushJobs:
             state="Running",
             tiers=list(dict.fromkeys(request.tiers)),
             reason=request.reason,
+            scope=FlushScopeReport(
+                namespace=request.scope.namespace,
+                salt=request.scope.salt,
+                tokens=None if scope.prefix is None else len(scope.prefix.tokens),
+                force=request.scope.force,
+            ),
             requested_at=datetime.now(UTC),
         )
         self._reports[report.id] = report
         while len(self._reports) > HISTORY:
             del self._reports[next(iter(self._reports))]
         self._running = report.id
-        self._task = asyncio.create_task(self._run(report))
+        self._task = asyncio.create_task(self._run(report, scope))
         return report
 
     async def wait(self) -> None:
@@ -164,15 +176,20 @@ class FlushJobs:
                 known=list(self._reports),
             ) from None
 
+    @property
+    def history(self) -> list[FlushReport]:
+        """The last 32, the latest first."""
+        return list(reversed(self._reports.values()))
+
     async def close(self) -> None:
         """Gives up on a flush that runs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, report: FlushReport) -> None:
+    async def _run(self, report: FlushReport, scope: FlushScope) -> None:
         try:
-            report.results = await self._flush(report.tiers)
+            report.results = await self._flush(report.tiers, scope)
         except Exception as error:
             logger.exception("flush %s failed", report.id)
             report.results = [
@@ -182,20 +199,23 @@ class FlushJobs:
                 for tier in report.tiers
             ]
         report.complete = bool(report.results) and all(result.complete for result in report.results)
+        for tier in report.tiers:
+            complete = all(result.complete for result in report.results if result.tier == tier)
+            self.ended[tier, "complete" if complete else "incomplete"] += 1
         report.completed_at = datetime.now(UTC)
         report.state = "Done"
         logger.info(
             "flush %s of %s: %s", report.id, report.tiers, "complete" if report.complete else "incomplete"
         )
 
-    async def _flush(self, tiers: Sequence[str]) -> list[TierFlush]:
+    async def _flush(self, tiers: Sequence[str], scope: FlushScope) -> list[TierFlush]:
         # A request that runs between the two steps can carry KV from one cache to the other; a second flush
         # drops that.
         results = [await self._gpu.flush()] if GPU_TIER in tiers else []
         stored = [tier for tier in tiers if tier != GPU_TIER]
         if not stored:
             return results
-        by_rank = await self._flush_ranks(stored)
+        by_rank = await self._flush_ranks(stored, scope)
         if not by_rank:
             reason = "no rank has a control socket"
             return results + [

@@ -8,14 +8,15 @@ that nothing of a request without a token is parsed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcache.admin.problems import Problem
 from kvcache.bearer import TokenFile
 
-MAX_BODY_BYTES = 16 << 10
+MAX_BODY_BYTES = 4 << 20
+"""A prompt of half a million token ids."""
 BODY_TIMEOUT_S = 10.0
 
 
@@ -25,18 +26,39 @@ class Gate:
     Args:
         app: what is behind the gate.
         token_file: who may pass.
-        open_paths: paths that need no token.
+        open_paths: paths that need no token here.
+        answered: called with the route (`other` for what is none) and the status of each answer.
     """
 
-    def __init__(self, app: ASGIApp, token_file: TokenFile, open_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        token_file: TokenFile,
+        open_paths: Collection[str],
+        answered: Callable[[str, int], None] = lambda route, status: None,
+    ) -> None:
         self._app = app
         self._token_file = token_file
         self._open_paths = frozenset(open_paths)
+        self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        await self._let_in(scope, receive, self._counted(scope, send))
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Known only once a route was found; a request that was turned away has none.
+                route = getattr(scope.get("route"), "path", "other")
+                self._answered(route, message["status"])
+            await send(message)
+
+        return counting
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["path"] not in self._open_paths:
                 self._check_token(scope)

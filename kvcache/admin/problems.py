@@ -10,11 +10,12 @@ import logging
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,30 @@ class Problem(Exception):  # noqa: N818 (RFC 9457's word)
         return JSONResponse(content, self.status, self.headers, media_type=MEDIA_TYPE)
 
 
+class ProblemReport(BaseModel):
+    """RFC 9457 problem details."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    code: Annotated[str, Field(description="What is wrong, in CamelCase, for programs.")]
+    detail: Annotated[str, Field(description="What was read, what is wrong, what to do.")]
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """These errors as a route's `responses` in the OpenAPI document."""
+    schema = {"$ref": f"#/components/schemas/{ProblemReport.__name__}"}
+    return {
+        status: {
+            "description": HTTPStatus(status).phrase,
+            "content": {MEDIA_TYPE: {"schema": schema}},
+        }
+        for status in statuses
+    }
+
+
 def install(app: FastAPI) -> None:
     """Has the app answer every error as problem details."""
 
@@ -66,6 +91,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == HTTPStatus.BAD_REQUEST:
+            # The framework's word for a body whose bytes are no text.
+            errors = [{"field": "body", "problem": "no UTF-8; send JSON in UTF-8"}]
+            return Problem(
+                422, "InvalidRequest", "body: no UTF-8; send JSON in UTF-8", errors=errors
+            ).response()
         code = HTTPStatus(error.status_code).phrase.title().replace(" ", "").replace("-", "")
         detail = f"{request.method} {request.url.path}: {error.detail}"
         return Problem(error.status_code, code, detail, error.headers).response()
@@ -76,13 +107,7 @@ def install(app: FastAPI) -> None:
         if request.method == "POST" and not _JSON.match(media_type):
             detail = f"Content-Type {media_type!r} was read; send the body as application/json."
             return Problem(415, "UnsupportedMediaType", detail).response()
-        errors = [
-            {
-                "field": ".".join(str(part) for part in item["loc"] if part != "body") or "body",
-                "problem": item["msg"],
-            }
-            for item in error.errors()
-        ]
+        errors = [_invalid_field(item) for item in error.errors()]
         detail = "; ".join(f"{item['field']}: {item['problem']}" for item in errors)
         return Problem(422, "InvalidRequest", detail, errors=errors).response()
 
@@ -90,3 +115,13 @@ def install(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return Problem(500, "InternalError", "The admin failed on this request; its log says why.").response()
+
+
+def _invalid_field(item: Mapping[str, Any]) -> dict[str, str]:
+    """Which field is wrong, and how, in one error of pydantic's."""
+    if item["type"] == "json_invalid":
+        # Its place holds the byte, not a field.
+        at, why = item["loc"][-1], item.get("ctx", {}).get("error", item["msg"])
+        return {"field": "body", "problem": f"no JSON at byte {at} ({why})"}
+    field = ".".join(str(part) for part in item["loc"] if part != "body")
+    return {"field": field or "body", "problem": item["msg"]}

@@ -34,6 +34,11 @@ _SUMMED = (
     "read_seconds",
     "write_bytes",
     "write_seconds",
+    "pinned_objects",
+    "declined",
+    "fetch_failures",
+    "writes_dropped",
+    "write_failures",
 )
 _SECRET_FIELDS = ("hash_seed",)
 _BLANK = "***"
@@ -95,7 +100,11 @@ def merged_tier(parts: Sequence[TierStats]) -> TierReport:
     return TierReport(
         name=parts[0].name,
         state=next((part.state for part in parts if part.state != "Ready"), "Ready"),
+        detail="; ".join(dict.fromkeys(part.detail for part in parts if part.detail)),
         hit_tokens=max(part.hit_tokens for part in parts),
+        not_worth_tokens=max(part.not_worth_tokens for part in parts),
+        fetch_latency_seconds=max(part.fetch_latency_seconds for part in parts),
+        fetch_bytes_per_second=min(part.fetch_bytes_per_second for part in parts),
         **sums,
     )
 

@@ -6,17 +6,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
+from collections import Counter
 from dataclasses import dataclass
 
 import httpx
 
+from kvcache.admin.cached import CachedPrompts
 from kvcache.admin.flush import GPU_TIER, FlushJobs, GpuCache
 from kvcache.admin.models import FlushReport, FlushRequest
+from kvcache.admin.mounted import MountedConfig
+from kvcache.admin.prefixes import PromptFields, PromptReader
 from kvcache.admin.problems import Problem
 from kvcache.admin.window import HitWindow
 from kvcache.bearer import TokenFile
 from kvcache.control.client import ControlClient
 from kvcache.control.snapshot import Snapshot
+from kvcache.control.wire import FlushScope
+from kvcache.observability.metrics import SidecarStats
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +42,12 @@ class Settings:
     flush_timeout_s: float = 10.0
     gpu_patience_s: float = 2.0
     """How long a flush of the GPU's cache waits for running requests."""
-    sample_s: float = 10.0
-    """Between two samples of the window of hits."""
+    sample_s: float = 1.0
+    """Between two rounds of questions to all processes: open routes answer from the last one."""
+    fresh_s: float = 0.05
+    """A round that is not older answers again: however many ask, vLLM is asked so often at most."""
+    config_file: str | None = None
+    """The mounted configuration, which is handed to all processes."""
 
 
 class AdminService:
@@ -58,13 +70,19 @@ class AdminService:
         self._gpu = GpuCache(
             settings.vllm_url, token_file, patience_s=settings.gpu_patience_s, transport=transport
         )
+        self.prompts = PromptReader(settings.vllm_url, transport=transport)
+        self.cached = CachedPrompts(self._control, settings.flush_timeout_s)
         self.flushes = FlushJobs(self._control.flush, self._gpu)
+        self.mounted = MountedConfig(settings.config_file)
+        self.latest = Snapshot(time.time(), missing={"scheduler": "it was not asked yet"})
+        """Of the last round of questions, whoever asked for it."""
+        self._collected_at = -math.inf
         self._known_tiers: set[str] = set()
         self._collecting: asyncio.Task[Snapshot] | None = None
         self._sampler: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to sample the window of hits."""
+        """Begins to ask all processes again and again, and to watch the mounted configuration."""
         self._sampler = asyncio.create_task(self._sample())
 
     async def close(self) -> None:
@@ -75,20 +93,39 @@ class AdminService:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.flushes.close()
         await self._gpu.close()
+        await self.prompts.close()
         self._control.close()
 
     async def snapshot(self) -> Snapshot:
-        """What all processes report now. Callers at the same time share one round of questions."""
+        """What all processes report now. Callers at about the same time share one round of questions."""
+        if time.monotonic() - self._collected_at < self._settings.fresh_s:
+            return self.latest
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.create_task(self._collect())
         return await asyncio.shield(self._collecting)
+
+    def sidecar_stats(self, requests: Counter[tuple[str, int]]) -> SidecarStats:
+        """What is counted here and nowhere else."""
+        # From the start on, or the first flush of a tier would be no growth of its counter.
+        none_yet = {
+            (tier, result): 0
+            for tier in (GPU_TIER, *self._known_tiers)
+            for result in ("complete", "incomplete")
+        }
+        return SidecarStats(
+            requests=dict(requests),
+            flushes=none_yet | dict(self.flushes.ended),
+            config_valid=self.mounted.valid,
+            config_changes=dict(self.mounted.changes),
+            config_in_effect={name: found.in_effect for name, found in self.mounted.processes.items()},
+        )
 
     async def flush(self, request: FlushRequest) -> FlushReport:
         """Begins a flush.
 
         Raises:
-            Problem: 422 for a tier that is not there; 503 while no rank says which there are; 409 while a
-                flush runs.
+            Problem: 422 for a tier that is not there or a part of the gpu tier; 503 while no rank says which
+                tiers there are, or where a prompt cannot be read; 409 while a flush runs.
         """
         unknown = set(request.tiers) - {GPU_TIER} - self._known_tiers
         if unknown:
@@ -109,10 +146,28 @@ class AdminService:
                 f"tiers: {', '.join(sorted(unknown))} was read; known are {', '.join(known)}.",
                 known_tiers=known,
             )
-        return self.flushes.start(request)
+        return self.flushes.start(request, await self._flush_scope(request))
+
+    async def _flush_scope(self, request: FlushRequest) -> FlushScope:
+        """As the ranks understand it."""
+        asked = request.scope
+        if GPU_TIER in request.tiers and asked.is_partial:
+            detail = "scope: a part of the gpu tier was asked for; vLLM can drop it as a whole only."
+            raise Problem(422, "ScopedGpu", detail)
+        prefix = None
+        if asked.tokens is not None or asked.prompt is not None:
+            fields = PromptFields(tokens=asked.tokens, prompt=asked.prompt, salt=asked.salt or "")
+            prefix = await self.prompts.prefix(fields)
+        return FlushScope(
+            namespace=None if asked.namespace is None else bytes.fromhex(asked.namespace),
+            salt=asked.salt,
+            prefix=prefix,
+            force=asked.force,
+        )
 
     async def _collect(self) -> Snapshot:
-        snapshot = await self._control.snapshot()
+        self.latest = snapshot = await self._control.snapshot()
+        self._collected_at = time.monotonic()
         self._known_tiers.update(snapshot.tier_names())
         if snapshot.scheduler is not None:
             self.window.add(snapshot.taken_at, snapshot.scheduler)
@@ -120,6 +175,7 @@ class AdminService:
 
     async def _sample(self) -> None:
         while True:
-            with contextlib.suppress(Exception):  # a sample less; the next reader sees the reason
-                await self.snapshot()
+            with contextlib.suppress(Exception):  # a round less; the next reader sees the reason
+                self.mounted.look()
+                await self.mounted.hand_over(await self.snapshot(), self._control)
             await asyncio.sleep(self._settings.sample_s)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -18,10 +19,14 @@ import zmq.asyncio
 
 from kvcache.control.snapshot import Snapshot
 from kvcache.control.wire import (
+    EVERYTHING,
     SCHEDULER,
+    Configure,
+    Configured,
     Flush,
     Flushed,
     FlushResult,
+    FlushScope,
     GetStats,
     RankSnapshot,
     SchedulerSnapshot,
@@ -87,17 +92,45 @@ class ControlClient:
             missing=missing,
         )
 
-    async def flush(self, tiers: Sequence[str]) -> dict[str, list[FlushResult]]:
-        """Has every rank drop what it stores in these tiers.
+    async def flush(
+        self, tiers: Sequence[str], scope: FlushScope = EVERYTHING
+    ) -> dict[str, list[FlushResult]]:
+        """Has every rank drop what it stores in these tiers and is in the scope.
 
         Returns:
             The name of each rank to one result a tier; those of a rank that does not answer say so.
         """
         ranks = self._ranks()
         answers = await asyncio.gather(
-            *(self._ask(name, Flush(list(tiers)), Flushed, self._flush_timeout_s) for name in ranks)
+            *(self._ask(name, Flush(list(tiers), scope), Flushed, self._flush_timeout_s) for name in ranks)
         )
         return {name: _complete_results(tiers, answer) for name, answer in zip(ranks, answers, strict=True)}
+
+    async def configure(self, names: Sequence[str], file: Mapping[str, Any]) -> dict[str, Configured | str]:
+        """Hands these processes what the configuration file says.
+
+        Returns:
+            The name of each to what became of it there, or to why there is no answer.
+        """
+        message = Configure(dict(file))
+        answers = await asyncio.gather(
+            *(self._ask(name, message, Configured, self._flush_timeout_s) for name in names)
+        )
+        return dict(zip(names, answers, strict=True))
+
+    async def ask_ranks(
+        self, message: msgspec.Struct, reply: type[ReplyT], timeout_s: float
+    ) -> dict[str, ReplyT | IpcError]:
+        """The answer of every rank that is expected or found, or why there is none."""
+
+        async def ask(name: str) -> ReplyT | IpcError:
+            try:
+                return await self._request(socket_path(self._runtime_dir, name), message, reply, timeout_s)
+            except IpcError as error:
+                return error
+
+        ranks = self._ranks()
+        return dict(zip(ranks, await asyncio.gather(*map(ask, ranks)), strict=True))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -112,12 +145,8 @@ class ControlClient:
         """The answer, or in words why there is none."""
         try:
             return await self._request(socket_path(self._runtime_dir, name), message, reply, timeout_s)
-        except UnreachableError:
-            return "its control socket is not served; the process is gone or has not started yet"
-        except NoAnswerError:
-            return f"it did not answer within {timeout_s:g} s"
         except IpcError as error:
-            return str(error)
+            return in_words(error, timeout_s)
 
     async def _request(
         self, path: Path, message: msgspec.Struct, reply: type[ReplyT], timeout_s: float
@@ -134,6 +163,15 @@ class ControlClient:
                     return unpack_reply(await connection.recv_multipart(), reply)
             except TimeoutError:
                 raise NoAnswerError(f"{path} did not answer within {timeout_s:g} s") from None
+
+
+def in_words(error: IpcError, timeout_s: float) -> str:
+    """Why a process that was given `timeout_s` did not answer."""
+    if isinstance(error, UnreachableError):
+        return "its control socket is not served; the process is gone or has not started yet"
+    if isinstance(error, NoAnswerError):
+        return f"it did not answer within {timeout_s:g} s"
+    return str(error)
 
 
 def _complete_results(tiers: Sequence[str], answer: Flushed | str) -> list[FlushResult]:

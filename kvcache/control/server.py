@@ -3,17 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcache.control.wire import (
+    Configure,
+    Configured,
     Flush,
     Flushed,
     FlushResult,
+    FlushScope,
+    GetPins,
     GetStats,
+    Locate,
+    Located,
+    Pin,
+    Pinned,
+    Pins,
+    Prefix,
     RankSnapshot,
     SchedulerSnapshot,
+    Unpin,
+    Unpinned,
     socket_path,
 )
 from kvcache.ipc import Server, ServerCounters
@@ -27,8 +40,29 @@ class ControlBackend(Protocol):
         """A snapshot of now."""
         ...
 
-    def flush(self, tiers: Sequence[str]) -> list[FlushResult]:
-        """Drops what is stored in these tiers; one result for each of them that the process has."""
+    def flush(self, tiers: Sequence[str], scope: FlushScope) -> Future[list[FlushResult]]:
+        """Drops what is stored in these tiers, all if none is named; one result for each of them that the
+        process has."""
+        ...
+
+    def pin(self, owner: str, prefix: Prefix, check: bool) -> Pinned:
+        """Keeps a prefix, or checks whether it can be kept."""
+        ...
+
+    def unpin(self, owner: str) -> Unpinned:
+        """Lets go of all that the owner has pinned."""
+        ...
+
+    def pins(self) -> Pins:
+        """What every owner has pinned."""
+        ...
+
+    def locate(self, prefix: Prefix) -> Future[Located]:
+        """Which part of a prompt is stored, and where."""
+        ...
+
+    def configure(self, file: Mapping[str, Any]) -> Configured:
+        """Takes in what the configuration file says, as far as it can without a restart."""
         ...
 
 
@@ -45,7 +79,18 @@ class ControlServer:
 
     def __init__(self, runtime_dir: str | Path, name: str, backend: ControlBackend) -> None:
         self._backend = backend
-        self._server = Server(socket_path(runtime_dir, name), {GetStats: self._stats, Flush: self._flush})
+        self._server = Server(
+            socket_path(runtime_dir, name),
+            {
+                GetStats: self._stats,
+                Flush: self._flush,
+                Pin: self._pin,
+                Unpin: self._unpin,
+                GetPins: self._pins,
+                Locate: self._locate,
+                Configure: self._configure,
+            },
+        )
 
     @property
     def path(self) -> Path:
@@ -69,5 +114,29 @@ class ControlServer:
         stats = self._backend.stats()
         return RankSnapshot(stats) if isinstance(stats, RankStats) else SchedulerSnapshot(stats)
 
-    def _flush(self, message: Flush) -> Flushed:
-        return Flushed(self._backend.flush(message.tiers))
+    def _configure(self, message: Configure) -> Configured:
+        return self._backend.configure(message.file)
+
+    def _flush(self, message: Flush) -> Future[Flushed]:
+        reply: Future[Flushed] = Future()
+
+        def answer(results: Future[list[FlushResult]]) -> None:
+            try:
+                reply.set_result(Flushed(results.result()))
+            except Exception as error:
+                reply.set_exception(error)
+
+        self._backend.flush(message.tiers, message.scope).add_done_callback(answer)
+        return reply
+
+    def _pin(self, message: Pin) -> Pinned:
+        return self._backend.pin(message.owner, message.prefix, message.check)
+
+    def _unpin(self, message: Unpin) -> Unpinned:
+        return self._backend.unpin(message.owner)
+
+    def _pins(self, _: GetPins) -> Pins:
+        return self._backend.pins()
+
+    def _locate(self, message: Locate) -> Future[Located]:
+        return self._backend.locate(message.prefix)

@@ -1,90 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of one vLLM with its cache, made from a snapshot of all its processes.
 
-`DEFINITIONS` lists every metric that is exported: a dashboard or an alert may name these and no others. Units
-are tokens, bytes and seconds. A rank counts the tokens whose part it holds, so with several ranks every token
-is counted once by each; the scheduler counts each token once.
+What is exported stands in `definitions`; here stands where each number comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+import kvcache
 from kvcache.control.snapshot import Snapshot
 from kvcache.control.wire import SCHEDULER, rank_name
-from kvcache.stats import RankStats, SchedulerStats, TierStats
+from kvcache.observability.definitions import DEFINITIONS, Kind
+from kvcache.stats import HistogramStats, RankStats, SchedulerStats, TierStats
+
+__all__ = ["DEFINITIONS", "SidecarStats", "SnapshotCollector", "render"]
 
 
 @dataclass(frozen=True)
-class Definition:
-    """One metric.
+class SidecarStats:
+    """What the admin sidecar counts itself."""
 
-    Attributes:
-        name: as Prometheus shows it; counters end in `_total`.
-    """
-
-    name: str
-    kind: Literal["counter", "gauge"]
-    labels: tuple[str, ...]
-    help: str
-
-
-def _counter(name: str, labels: str, text: str) -> Definition:
-    return Definition(f"kvcache_{name}_total", "counter", tuple(labels.split()), text)
+    requests: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """By route and status."""
+    flushes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """By tier and result."""
+    config_valid: bool | None = None
+    """None where no configuration is mounted."""
+    config_changes: Mapping[str, int] = field(default_factory=dict)
+    """By result."""
+    config_in_effect: Mapping[str, bool] = field(default_factory=dict)
+    """By process."""
 
 
-def _gauge(name: str, labels: str, text: str) -> Definition:
-    return Definition(f"kvcache_{name}", "gauge", tuple(labels.split()), text)
-
-
-DEFINITIONS = (
-    _gauge("process_up", "process", "1 if the process (scheduler, rank0, ...) answered, else 0."),
-    _gauge("process_ready", "process", "1 if the process answered and is ready, else 0."),
-    _counter("failures", "process reason", "What a guard caught or a request lost, by reason."),
-    _counter("requests", "", "Requests that were scheduled at least once."),
-    _counter(
-        "prompt_tokens",
-        "outcome tier",
-        "Prompt tokens by outcome: hit_gpu (vLLM's cache), hit_cache (this cache, by tier) or computed."
-        " They add up to the tokens of all prompts.",
-    ),
-    _counter("lookups", "", "Lookups that the scheduler made."),
-    _counter("lookup_seconds", "", "Time that the scheduler waited for lookups."),
-    _counter("lookup_timeouts", "", "Lookups in which a rank did not answer in time."),
-    _gauge(
-        "rank_info", "rank transfer_path namespace", "1; how the rank moves bytes, and its cache namespace."
-    ),
-    _gauge(
-        "way_info",
-        "rank direction way",
-        "1; how the rank's bytes cross the link, as measured when it started.",
-    ),
-    _gauge("way_bytes_per_second", "rank direction", "What that way reached when it was measured."),
-    _gauge("link_bytes_per_second", "rank direction", "A plain page-locked copy in the same measurement."),
-    _counter("stored_tokens", "rank", "Tokens whose KV was stored."),
-    _counter("loaded_tokens", "rank", "Tokens whose KV was loaded."),
-    _counter("load_failed_tokens", "rank", "Tokens whose KV was wanted but not loaded; vLLM computes them."),
-    _gauge("tier_state", "rank tier state", "1 for the state in which the tier is."),
-    _gauge("tier_capacity_bytes", "rank tier", "Bytes that the tier may hold."),
-    _gauge("tier_used_bytes", "rank tier", "Bytes that the tier holds."),
-    _gauge("tier_objects", "rank tier", "Objects that the tier holds."),
-    _gauge("tier_leases", "rank tier", "Leases that are held now; what is leased is not evicted."),
-    _counter("tier_evictions", "rank tier", "Objects that made room for others."),
-    _counter("tier_rejected", "rank tier", "Objects that found no room."),
-    _counter("tier_hit_tokens", "rank tier", "Tokens that were loaded from the tier."),
-    _counter("tier_transfer_bytes", "rank tier direction", "Bytes read from and written to the tier."),
-    _counter("tier_transfer_seconds", "rank tier direction", "Time spent on reading and writing."),
-)
-
-_Sample = tuple[str, tuple[str, ...], float]
-"""Name without prefix and `_total`, label values, value."""
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_FAMILIES: dict[Kind, Callable[..., _Family]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+_Sample = tuple[str, tuple[str, ...], float | HistogramStats]
+"""Key of the definition, label values, value."""
 
 
 def _process_samples(snapshot: Snapshot) -> Iterator[_Sample]:
@@ -108,9 +76,16 @@ def _scheduler_samples(stats: SchedulerStats) -> Iterator[_Sample]:
     for tier, tokens in stats.hit_cache_tokens.items():
         yield "prompt_tokens", ("hit_cache", tier), tokens
     yield "prompt_tokens", ("computed", ""), stats.computed_tokens
+    for outcome, histogram in stats.first_token_seconds.items():
+        yield "time_to_first_token_seconds", (outcome,), histogram
+    yield "prefill_tokens", (), stats.prefill_tokens
+    yield "prefill_seconds", (), stats.prefill_seconds
     yield "lookups", (), stats.lookups
     yield "lookup_seconds", (), stats.lookup_seconds
     yield "lookup_timeouts", (), stats.lookup_timeouts
+    yield "lookup_waits", (), stats.lookup_waits
+    yield "lookup_wait_seconds", (), stats.lookup_wait_seconds
+    yield "lookup_waits_expired", (), stats.lookup_waits_expired
 
 
 def _rank_samples(rank: int, stats: RankStats) -> Iterator[_Sample]:
@@ -135,6 +110,14 @@ def _tier_samples(labels: tuple[str, str], tier: TierStats) -> Iterator[_Sample]
     yield "tier_leases", labels, tier.leases
     yield "tier_evictions", labels, tier.evictions
     yield "tier_rejected", labels, tier.rejected
+    yield "tier_pinned_objects", labels, tier.pinned_objects
+    yield "tier_declined", labels, tier.declined
+    yield "tier_fetch_failures", labels, tier.fetch_failures
+    yield "tier_write_failures", labels, tier.write_failures
+    yield "tier_writes_dropped", labels, tier.writes_dropped
+    yield "tier_not_worth_tokens", labels, tier.not_worth_tokens
+    yield "tier_fetch_latency_seconds", labels, tier.fetch_latency_seconds
+    yield "tier_fetch_bytes_per_second", labels, tier.fetch_bytes_per_second
     yield "tier_hit_tokens", labels, tier.hit_tokens
     yield "tier_transfer_bytes", (*labels, "read"), tier.read_bytes
     yield "tier_transfer_bytes", (*labels, "write"), tier.write_bytes
@@ -142,39 +125,67 @@ def _tier_samples(labels: tuple[str, str], tier: TierStats) -> Iterator[_Sample]
     yield "tier_transfer_seconds", (*labels, "write"), tier.write_seconds
 
 
-def _samples(snapshot: Snapshot) -> Iterator[_Sample]:
+def _sidecar_samples(stats: SidecarStats) -> Iterator[_Sample]:
+    yield "build_info", (kvcache.__version__,), 1
+    for (route, status), count in stats.requests.items():
+        yield "admin_requests", (route, str(status)), count
+    for (tier, result), count in stats.flushes.items():
+        yield "flushes", (tier, result), count
+    if stats.config_valid is not None:
+        yield "config_valid", (), stats.config_valid
+    for result, count in stats.config_changes.items():
+        yield "config_changes", (result,), count
+    for process, in_effect in stats.config_in_effect.items():
+        yield "config_in_effect", (process,), in_effect
+
+
+def _samples(snapshot: Snapshot, sidecar: SidecarStats) -> Iterator[_Sample]:
     yield from _process_samples(snapshot)
     if snapshot.scheduler is not None:
         yield from _scheduler_samples(snapshot.scheduler)
     for rank, stats in sorted(snapshot.ranks.items()):
         yield from _rank_samples(rank, stats)
+    yield from _sidecar_samples(sidecar)
+
+
+def _buckets(histogram: HistogramStats) -> list[tuple[str, float]]:
+    bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
 
 
 class SnapshotCollector(Collector):
     """The metrics of one snapshot, for a registry of `prometheus_client`."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, sidecar: SidecarStats) -> None:
         self._snapshot = snapshot
+        self._sidecar = sidecar
 
     def collect(self) -> Iterable[Metric]:
         """Every defined metric; those that no process reported have no samples."""
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for definition in DEFINITIONS:
-            family = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-            short = definition.name.removeprefix("kvcache_").removesuffix("_total")
-            families[short] = family(definition.name, definition.help, labels=definition.labels)
-        for name, labels, value in _samples(self._snapshot):
-            families[name].add_metric(labels, value)
+        families = {
+            definition.key: _FAMILIES[definition.kind](
+                definition.name, definition.help, labels=definition.labels
+            )
+            for definition in DEFINITIONS
+        }
+        for key, labels, value in _samples(self._snapshot, self._sidecar):
+            family = families[key]
+            if not isinstance(family, HistogramMetricFamily):
+                assert not isinstance(value, HistogramStats)  # noqa: S101
+                family.add_metric(labels, value)
+            elif isinstance(value, HistogramStats):
+                family.add_metric(labels, _buckets(value), value.sum)
         return families.values()
 
 
-def render(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
+def render(snapshot: Snapshot, accept: str = "", sidecar: SidecarStats | None = None) -> tuple[bytes, str]:
     """The snapshot in the text format that the scraper accepts, and its content type.
 
     Args:
         accept: the request's `Accept` header.
+        sidecar: what the sidecar counts itself.
     """
     registry = CollectorRegistry()
-    registry.register(SnapshotCollector(snapshot))
+    registry.register(SnapshotCollector(snapshot, sidecar or SidecarStats()))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type

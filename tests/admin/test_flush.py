@@ -203,7 +203,7 @@ async def test_a_vllm_that_does_not_do_it(
 async def test_a_flush_that_fails_inside_is_done_and_says_so(
     admin: Admin, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(self: object, tiers: object) -> None:
+    async def broken(self: object, tiers: object, scope: object) -> None:
         raise OSError("out of descriptors")
 
     monkeypatch.setattr("kvcache.control.client.ControlClient.flush", broken)
@@ -218,3 +218,54 @@ async def test_no_address_of_vllm(admin: Admin) -> None:
     async with admin(vllm_url=None) as client:
         body = (await flush(client, "gpu", wait=True)).json()
     assert "--vllm-url" in body["results"][0]["reason"]
+
+
+async def test_the_history_has_the_latest_first(admin: Admin, serve: Serve) -> None:
+    serve("rank0", Process(rank_stats(0)))
+    async with admin() as client:
+        assert (await client.get("/v1/flush", headers=AUTH)).json() == {"flushes": []}
+        for number in range(35):
+            await flush(client, "cpu", wait=True, reason=f"number {number}")
+        history = (await client.get("/v1/flush", headers=AUTH)).json()["flushes"]
+        assert [report["reason"] for report in history] == [f"number {n}" for n in range(34, 2, -1)]
+        assert (await client.get(f"/v1/flush/{history[-1]['id']}", headers=AUTH)).json() == history[-1]
+
+
+async def test_flushes_and_requests_are_counted(admin: Admin, serve: Serve) -> None:
+    serve("rank0", Process(rank_stats(0)))
+    async with admin(Vllm(busy=99)) as client:
+        await flush(client, "cpu", wait=True)
+        await flush(client, "gpu", "cpu", wait=True)
+        await client.get("/v1/flush/nothing", headers=AUTH)
+        await client.get("/v1/stats")
+        await client.get("/somewhere", headers=AUTH)
+        text = (await client.get("/metrics")).text
+    for line in (
+        'kvcache_flushes_total{result="complete",tier="cpu"} 2.0',
+        'kvcache_flushes_total{result="incomplete",tier="gpu"} 1.0',
+        'kvcache_admin_requests_total{route="/v1/flush",status="200"} 2.0',
+        'kvcache_admin_requests_total{route="/v1/flush/{flush_id}",status="404"} 1.0',
+        'kvcache_admin_requests_total{route="other",status="401"} 1.0',
+        'kvcache_admin_requests_total{route="other",status="404"} 1.0',
+    ):
+        assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"tiers": ["gpu"', "body: no JSON at byte "),
+        (b'{"tiers": ["\xe9"]}', "body: no UTF-8"),
+        (b"", "body: "),
+        (b'"gpu"', "body: "),
+        (b'{"tiers": []}', "tiers: "),
+        (b'{"tiers": [""]}', "tiers.0: "),
+        (b'{"tiers": ["gpu"], "wait": "maybe"}', "wait: "),
+        (b'{"tiers": ["gpu"], "tires": 1}', "tires: "),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_said_by_its_field(admin: Admin, body: bytes, said: str) -> None:
+    async with admin() as client:
+        headers = {**AUTH, "Content-Type": "application/json"}
+        answer = problem(await client.post("/v1/flush", headers=headers, content=body), 422, "InvalidRequest")
+        assert str(answer["detail"]).startswith(said)

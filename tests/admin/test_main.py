@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,6 +57,17 @@ def ready(serve: Serve) -> None:
     serve("rank0", Process(rank_stats(0)))
 
 
+def eventually(url: str, status: int) -> dict[str, Any]:
+    """What /readyz answers once it answers so: it speaks of the last round of questions."""
+    for _ in range(600):
+        answer = httpx.get(f"{url}/readyz")
+        if answer.status_code == status:
+            body: dict[str, Any] = answer.json()
+            return body
+        time.sleep(0.05)
+    raise AssertionError(answer.text)
+
+
 def failed(*arguments: object) -> tuple[int, str]:
     result = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert "Traceback" not in result.stderr
@@ -65,7 +78,7 @@ def failed(*arguments: object) -> tuple[int, str]:
 def test_it_serves_and_stops_cleanly(socket_dir: Path, token_file: Path) -> None:
     options = ("--runtime-dir", socket_dir, "--token-file", token_file, "--expected-ranks", 1)
     with started(*options) as (process, url):
-        assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
+        assert eventually(url, 200) == {"status": "ready"}
         assert httpx.get(f"{url}/v1/stats").status_code == 401
         answer = httpx.get(f"{url}/v1/stats", headers=AUTH)
         assert answer.json()["totals"]["requests"] == 4
@@ -86,6 +99,7 @@ def test_options_from_the_environment(socket_dir: Path, token_file: Path) -> Non
         "KVCACHE_ADMIN_EXPECTED_RANKS": "2",
     }
     with started(**environ) as (_, url):
+        httpx.get(f"{url}/v1/stats", headers={"Authorization": f"Bearer {TOKEN}"})
         assert set(httpx.get(f"{url}/readyz").json()["not_ready"]) == {"rank1"}
         assert httpx.get(f"{url}/v1/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
@@ -100,7 +114,7 @@ def test_a_killed_sidecar_does_not_disturb_the_processes_and_a_new_one_goes_on(
     options = ("--runtime-dir", socket_dir, "--token-file", token_file)
     for _ in range(2):
         with started(*options) as (process, url):
-            assert httpx.get(f"{url}/readyz").status_code == 200
+            eventually(url, 200)
             process.kill()
             process.wait(30)
     assert all(server.counters.failures == server.counters.malformed == 0 for server in servers)
@@ -123,6 +137,12 @@ def test_a_busy_port() -> None:
         (["--expected-ranks", "0"], "--expected-ranks"),
         (["--runtime-dir", "/" + "x" * 100], "--runtime-dir"),
         (["--prot", "1"], "--prot"),
+        (["--vllm-url", "127.0.0.1:8000"], "--vllm-url"),
+        (["--vllm-url", "http://"], "--vllm-url"),
+        (["--vllm-url", "ftp://vllm:21"], "--vllm-url"),
+        (["--vllm-url", "http://vllm:eighty"], "--vllm-url"),
+        (["--vllm-url", "http://user@vllm:8000"], "--vllm-url"),
+        (["--vllm-url", "http://[::1"], "--vllm-url"),
     ],
 )
 def test_options_that_cannot_be_used(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,10 +14,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcache.admin.models import RankReport, SchedulerReport, TierReport
 from kvcache.stats import RankStats, SchedulerStats, TierStats
 from tests.admin.conftest import AUTH, Admin, Serve
-from tests.admin.test_access import problem
+from tests.admin.test_access import CountingProcess, problem
 from tests.control.processes import Process, rank_stats, scheduler_stats, tier_stats
 
 pytestmark = pytest.mark.anyio
+
+
+async def asked(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """An open route, right after a round of questions to all processes: it asks none itself."""
+    await client.get("/v1/stats", headers=AUTH)
+    return await client.get(path)
 
 
 @pytest.mark.parametrize(
@@ -39,28 +46,28 @@ async def test_ready_when_the_scheduler_and_every_expected_rank_are(admin: Admin
         processes = {}
         missing = {"scheduler", "rank0", "rank1"}
         for name, stats in steps:
-            body = problem(await client.get("/readyz"), 503, "NotReady")
+            body = problem(await asked(client, "/readyz"), 503, "NotReady")
             assert set(body["not_ready"]) == missing  # type: ignore[call-overload]
             processes[name] = Process(stats)
             serve(name, processes[name])
             if stats.ready:
                 missing.remove(name)
-        body = problem(await client.get("/readyz"), 503, "NotReady")
+        body = problem(await asked(client, "/readyz"), 503, "NotReady")
         assert body["not_ready"] == {"scheduler": "loading", "rank1": "Pinning"}
         assert "rank1: Pinning" in str(body["detail"])
         processes["scheduler"].reported = scheduler_stats()
         processes["rank1"].reported = rank_stats(1)
-        answer = await client.get("/readyz")
+        answer = await asked(client, "/readyz")
         assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
 
 
 async def test_without_an_expected_number_one_rank_is_enough(admin: Admin, serve: Serve) -> None:
     serve("scheduler", Process(scheduler_stats()))
     async with admin() as client:
-        body = problem(await client.get("/readyz"), 503, "NotReady")
+        body = problem(await asked(client, "/readyz"), 503, "NotReady")
         assert set(body["not_ready"]) == {"ranks"}  # type: ignore[call-overload]
         serve("rank0", Process(rank_stats(0)))
-        assert (await client.get("/readyz")).status_code == 200
+        assert (await asked(client, "/readyz")).status_code == 200
 
 
 async def test_totals_count_bytes_of_all_ranks_and_tokens_once(admin: Admin, serve: Serve) -> None:
@@ -132,7 +139,7 @@ async def test_a_rank_that_hangs_is_named_and_the_others_are_served(admin: Admin
         assert (body["totals"]["prompt_tokens"], body["totals"]["stored_tokens"]) == (9, 77)
         tier = (await client.get("/v1/stats/tiers/cpu", headers=AUTH)).json()
         assert (set(tier["ranks"]), set(tier["missing"])) == ({"rank0"}, {"rank1", "rank2"})
-        assert 'kvcache_process_up{process="rank1"} 0.0' in (await client.get("/metrics")).text
+        assert 'kvcache_process_up{process="rank1"} 0.0' in (await asked(client, "/metrics")).text
         hanging.go.set()
         body = (await client.get("/v1/stats", headers=AUTH)).json()
         assert set(body["missing"]) == {"rank2"}
@@ -160,24 +167,16 @@ async def test_metrics_are_those_of_the_processes(admin: Admin, serve: Serve) ->
     serve("scheduler", Process(scheduler_stats(requests=12)))
     serve("rank0", Process(rank_stats(0)))
     async with admin() as client:
-        answer = await client.get("/metrics")
+        answer = await asked(client, "/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
     assert families["kvcache_requests"].samples[0].value == 12
 
 
-async def test_the_configuration_without_its_secrets(
-    admin: Admin, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("chunk_size: 512\nhash_seed: pepper-and-salt\n")
-    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
-    serve("rank0", Process(rank_stats(0, namespace="cd" * 16)))
-    async with admin() as client:
-        answer = await client.get("/v1/config", headers=AUTH)
-        assert answer.json()["config"]["chunk_size"] == 512
-        assert answer.json()["namespaces"] == {"rank0": "cd" * 16}
-        assert "pepper" not in answer.text
-        file.write_text("chunk_sise: 512\n")
-        body = problem(await client.get("/v1/config", headers=AUTH), 503, "InvalidConfig")
-        assert "chunk_size" in str(body["detail"])
+async def test_however_many_ask_the_processes_are_asked_once_in_a_while(admin: Admin, serve: Serve) -> None:
+    rank = CountingProcess(rank_stats(0))
+    serve("rank0", rank)
+    async with admin(sample_s=3600, fresh_s=3600.0) as client:
+        for _ in range(20):
+            assert (await client.get("/v1/stats", headers=AUTH)).json()["ranks"]
+        assert rank.asked == 1

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvcache
 from kvcache.control.snapshot import Snapshot
-from kvcache.observability.metrics import DEFINITIONS, render
-from kvcache.stats import RankStats, SchedulerStats, TierStats, WayStats
+from kvcache.observability.definitions import LABELS
+from kvcache.observability.metrics import DEFINITIONS, SidecarStats, render
+from kvcache.stats import HistogramStats, RankStats, SchedulerStats, TierStats, WayStats
 from tests.control.processes import rank_stats, scheduler_stats
 
 NAMES = {definition.name for definition in DEFINITIONS}
+UNIT_SUFFIXES = {"bytes": "_bytes", "seconds": "_seconds", "bytes/s": "_bytes_per_second"}
 
 words = st.text(st.characters(codec="utf-8"), max_size=12)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -26,8 +29,19 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(0, 1e9),
     str: words,
     bool: st.booleans(),
+    list[str]: st.lists(words, max_size=2),
     dict[str, int]: st.dictionaries(words, st.integers(0, 2**53), max_size=4),
 }
+
+
+@st.composite
+def histograms(draw: st.DrawFn) -> HistogramStats:
+    bounds = sorted(draw(st.sets(st.floats(0, 1e4), max_size=5)))
+    counts = draw(st.lists(st.integers(0, 2**40), min_size=len(bounds) + 1, max_size=len(bounds) + 1))
+    return HistogramStats(bounds=bounds, counts=counts, sum=draw(st.floats(0, 1e9)))
+
+
+VALUES[dict[str, HistogramStats]] = st.dictionaries(words, histograms(), max_size=3)
 
 
 def drawn(struct: type[Any], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -69,6 +83,11 @@ def test_names_follow_the_conventions() -> None:
     assert len(NAMES) == len(DEFINITIONS)
     for definition in DEFINITIONS:
         assert re.fullmatch(r"kvcache_[a-z]+(_[a-z]+)*", definition.name)
+        plain = definition.name.removesuffix("_total")
+        suffix = UNIT_SUFFIXES.get(definition.unit, "")
+        assert plain.endswith(suffix)
+        assert suffix or not plain.endswith(tuple(UNIT_SUFFIXES.values()))
+        assert set(definition.labels) <= LABELS.keys()
         assert definition.name.endswith("_total") == (definition.kind == "counter")
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", definition.name)
         assert definition.help.endswith(".")
@@ -77,9 +96,10 @@ def test_names_follow_the_conventions() -> None:
 @settings(max_examples=30)
 @given(snapshots)
 def test_exactly_the_defined_metrics_with_the_defined_labels_are_exported(snapshot: Snapshot) -> None:
-    labels = {definition.name: set(definition.labels) for definition in DEFINITIONS}
+    labels = {name: set(definition.labels) for definition in DEFINITIONS for name in definition.series}
     for name, found in scraped(snapshot):
-        assert {key for key, _ in found} == labels[name]
+        assert {key for key, _ in found} - {"le"} == labels[name]
+        assert ("le" in dict(found)) == name.endswith("_bucket")
 
 
 @settings(max_examples=30)
@@ -91,9 +111,11 @@ def test_every_reported_number_is_exported(snapshot: Snapshot) -> None:
             assert value(samples, f"kvcache_{field}_total", rank=rank) == getattr(stats, field)
         for tier in stats.tiers:
             at = {"rank": rank, "tier": tier.name}
-            for field in ("capacity_bytes", "used_bytes", "objects", "leases"):
+            gauges = ("capacity_bytes", "used_bytes", "objects", "leases", "pinned_objects")
+            for field in (*gauges, "fetch_latency_seconds", "fetch_bytes_per_second"):
                 assert value(samples, f"kvcache_tier_{field}", **at) == getattr(tier, field)
-            for field in ("evictions", "rejected", "hit_tokens"):
+            refused = ("rejected", "declined", "fetch_failures", "write_failures", "writes_dropped")
+            for field in ("evictions", "hit_tokens", "not_worth_tokens", *refused):
                 assert value(samples, f"kvcache_tier_{field}_total", **at) == getattr(tier, field)
             for direction in ("read", "write"):
                 for unit in ("bytes", "seconds"):
@@ -104,7 +126,7 @@ def test_every_reported_number_is_exported(snapshot: Snapshot) -> None:
             assert value(samples, "kvcache_tier_state", **at, state=tier.state) == 1
         for reason, count in stats.failures.items():
             assert value(samples, "kvcache_failures_total", process=f"rank{rank}", reason=reason) == count
-        info = {"rank": rank, "transfer_path": stats.transfer_path, "namespace": stats.namespace}
+        info = {"rank": rank, "transfer_path": stats.transfer_path, "namespace_digest": stats.namespace}
         assert value(samples, "kvcache_rank_info", **info) == 1
         for way in stats.ways:
             at = {"rank": rank, "direction": way.direction}
@@ -114,7 +136,15 @@ def test_every_reported_number_is_exported(snapshot: Snapshot) -> None:
                 reported = way.bytes_per_second if field == "way" else way.link_bytes_per_second
                 assert value(samples, f"kvcache_{name}", **at) == reported
     if snapshot.scheduler is not None:
-        for field in ("requests", "lookups", "lookup_seconds", "lookup_timeouts"):
+        for outcome, histogram in snapshot.scheduler.first_token_seconds.items():
+            name = "kvcache_time_to_first_token_seconds"
+            assert value(samples, f"{name}_sum", outcome=outcome) == histogram.sum
+            assert value(samples, f"{name}_count", outcome=outcome) == sum(histogram.counts)
+            for index, bound in enumerate(histogram.bounds):
+                assert value(samples, f"{name}_bucket", outcome=outcome, le=float(bound)) == sum(
+                    histogram.counts[: index + 1]
+                )
+        for field in ("requests", "lookups", "lookup_seconds", "lookup_timeouts", "prefill_tokens"):
             assert value(samples, f"kvcache_{field}_total") == getattr(snapshot.scheduler, field)
         for reason, count in snapshot.scheduler.failures.items():
             assert value(samples, "kvcache_failures_total", process="scheduler", reason=reason) == count
@@ -143,8 +173,36 @@ def test_who_is_up_and_who_is_ready() -> None:
 
 def test_nobody_there() -> None:
     samples = scraped(Snapshot(0.0, missing={"scheduler": "gone"}))
+    assert samples.pop(("kvcache_build_info", frozenset({("version", kvcache.__version__)}))) == 1
     assert {name for name, _ in samples} == {"kvcache_process_up", "kvcache_process_ready"}
     assert set(samples.values()) == {0}
+
+
+def test_what_the_sidecar_counts_itself() -> None:
+    sidecar = SidecarStats(
+        requests={("/v1/stats", 200): 7, ("other", 401): 2},
+        flushes={("gpu", "incomplete"): 1},
+        config_valid=False,
+        config_changes={"accepted": 3, "refused": 1},
+        config_in_effect={"rank0": False},
+    )
+    samples: dict[Any, float] = {}
+    text, _ = render(Snapshot(0.0), sidecar=sidecar)
+    for family in text_string_to_metric_families(text.decode()):
+        samples |= {(s.name, frozenset(s.labels.items())): s.value for s in family.samples}
+    assert value(samples, "kvcache_admin_requests_total", route="/v1/stats", status=200) == 7
+    assert value(samples, "kvcache_admin_requests_total", route="other", status=401) == 2
+    assert value(samples, "kvcache_flushes_total", tier="gpu", result="incomplete") == 1
+    assert value(samples, "kvcache_config_valid") == 0
+    assert value(samples, "kvcache_config_changes_total", result="accepted") == 3
+    assert value(samples, "kvcache_config_in_effect", process="rank0") == 0
+
+
+@pytest.mark.parametrize("counts", [[], [1], [1, 2, 3]])
+def test_a_histogram_has_one_more_bucket_than_bounds(counts: list[int]) -> None:
+    sent = msgspec.msgpack.encode({"bounds": [0.5], "counts": counts, "sum": 1.0})
+    with pytest.raises(msgspec.ValidationError, match="one more is due"):
+        msgspec.msgpack.decode(sent, type=HistogramStats)
 
 
 @pytest.mark.parametrize(

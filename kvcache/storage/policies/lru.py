@@ -3,33 +3,35 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from kvcache.storage.policies.base import EvictionPolicy, K
+from kvcache.storage.policies.order import Order, first_of
 
 
 class LRUPolicy(EvictionPolicy[K]):
-    """What was asked for longest ago leaves first; each operation takes constant time."""
+    """What was asked for longest ago leaves first."""
 
     def __init__(self, capacity: int) -> None:
-        self._order: OrderedDict[K, None] = OrderedDict()
+        self._order: Order[K] = Order()
 
     def admit(self, key: K) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key)
+        self._order.add(key)
 
     def touch(self, key: K) -> None:
-        self._order.move_to_end(key)
+        self._order.add(key)
 
     def remove(self, key: K) -> None:
-        del self._order[key]
+        self._order.remove(key)
 
-    def victim(self, evictable: Callable[[K], bool]) -> K | None:
-        key = next((key for key in self._order if evictable(key)), None)
-        if key is not None:
-            del self._order[key]
-        return key
+    def candidate(self, evictable: Callable[[K], bool]) -> K | None:
+        return first_of([self._order], evictable)
+
+    def evict(self, key: K) -> None:
+        self._order.remove(key)
+
+    def became_leaf(self, key: K) -> None:
+        self._order.became_leaf(key)
 
     def __len__(self) -> int:
         return len(self._order)
