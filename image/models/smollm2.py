@@ -129,6 +129,8 @@ def convert(source: Path, target: Path) -> None:
         weights[name] = weight.to(torch.bfloat16).contiguous()
     llama_config(fields, tied="lm_head.weight" not in weights).save_pretrained(target)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    # safetensors writes for its user alone, and a pod is another one.
+    (target / "model.safetensors").chmod(0o644)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
 
 
