@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the sample appliance, asks one long question twice, says what the cache made of it, and stops it."""
+"""Starts a sample appliance, asks one long question twice and, after a restart, once more; says what the
+cache made of it, and stops it."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,41 +19,68 @@ from demo import report
 from demo.admin import AdminClient
 from demo.appliance import Appliance
 from demo.documents import own_documents
-from demo.server import DemoError, VllmClient
+from demo.server import Answer, DemoError, VllmClient
 from kvcache_operator.local.report import RunReport
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "build" / "demo.json"
+DISK = "build/demo-kv"
+"""Stands for the claim of the disk tier; empty at the start of a demo."""
 PROMPT_TOKENS = 3100
 """Twelve chunks of 256 tokens and a tail that is always computed: a minute of work for two cores."""
 
 
-def measure(run: RunReport) -> report.Result:
-    """The same prompt before and after vLLM has forgotten its own prefix cache."""
-    vllm = VllmClient(run.completions_url.removesuffix("/v1"), run.served_name)
-    admin = AdminClient(run.admin_url, Path(run.token_file).read_text().strip())
-    try:
+class Session:
+    """Asks one running appliance, and its admin what the cache made of it."""
+
+    def __init__(self, run: RunReport) -> None:
+        self.vllm = VllmClient(run.completions_url.removesuffix("/v1"), run.served_name)
+        self.admin = AdminClient(run.admin_url, Path(run.token_file).read_text().strip())
+
+    def __enter__(self) -> Session:
         say("warming up with a short question")
-        vllm.ask("Name three colours.", max_tokens=8)
-        prompt = vllm.prompt_of(own_documents(ROOT), PROMPT_TOKENS)
+        self.vllm.ask("Name three colours.", max_tokens=8)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.vllm.close()
+        self.admin.close()
+
+    def ask(self, prompt: str) -> tuple[Answer, int]:
+        """The answer, and the tokens of the prompt that the cache gave back."""
+        before = self.admin.cache_hit_tokens()
+        answer = self.vllm.ask(prompt)
+        say(f"first token after {answer.ttft_s:.2f} s")
+        return answer, self.admin.cache_hit_tokens() - before
+
+
+def measure(run: RunReport) -> tuple[str, Answer, Answer, int]:
+    """The same prompt before and after vLLM has forgotten its own prefix cache: the prompt, both answers and
+    the tokens that the cache gave back."""
+    with Session(run) as session:
+        prompt = session.vllm.prompt_of(own_documents(ROOT), PROMPT_TOKENS)
         say(f"asking about this repository's documents, {PROMPT_TOKENS:,} tokens; vLLM has never seen them")
-        cold = vllm.ask(prompt)
-        say(f"first token after {cold.ttft_s:.2f} s; now vLLM forgets its own prefix cache")
-        admin.flush("gpu")
-        before = admin.cache_hit_tokens()
-        say("asking the same again")
-        hit = vllm.ask(prompt)
-        say(f"first token after {hit.ttft_s:.2f} s")
-        return report.Result(
-            prompt_tokens=hit.prompt_tokens,
-            hit_tokens=admin.cache_hit_tokens() - before,
-            cold_ttft_s=round(cold.ttft_s, 4),
-            hit_ttft_s=round(hit.ttft_s, 4),
-            identical_output=cold.text == hit.text,
-        )
-    finally:
-        vllm.close()
-        admin.close()
+        cold, _ = session.ask(prompt)
+        say("now vLLM forgets its own prefix cache, and is asked the same again")
+        session.admin.flush("gpu")
+        hit, hit_tokens = session.ask(prompt)
+    return prompt, cold, hit, hit_tokens
+
+
+def measure_restart(run: RunReport, prompt: str, cold: Answer, hit: Answer, hit_tokens: int) -> report.Result:
+    """The same prompt once more, to a vLLM that has just begun."""
+    with Session(run) as session:
+        say("asking the new process the same: only the disk has seen it")
+        again, restart_hit_tokens = session.ask(prompt)
+    return report.Result(
+        prompt_tokens=hit.prompt_tokens,
+        hit_tokens=hit_tokens,
+        cold_ttft_s=round(cold.ttft_s, 4),
+        hit_ttft_s=round(hit.ttft_s, 4),
+        identical_output=cold.text == hit.text == again.text,
+        restart_hit_tokens=restart_hit_tokens,
+        restart_ttft_s=round(again.ttft_s, 4),
+    )
 
 
 def say(text: str) -> None:
@@ -81,12 +110,22 @@ def demonstrate(*, keep: bool) -> None:
     Raises:
         DemoError: a step failed; nothing that was started here runs on.
     """
-    appliance = Appliance(ROOT, "manifests/samples/smollm2.yaml", "smollm2")
+    appliance = Appliance(
+        ROOT, "manifests/samples/smollm2-disk.yaml", "smollm2-disk", {"models": "build/models", "kv": DISK}
+    )
+    shutil.rmtree(ROOT / DISK, ignore_errors=True)
+    (ROOT / DISK).mkdir(parents=True)
     say("starting vLLM with the cache, and the admin sidecar")
     run = appliance.up()
-    keeping = False
+    running, keeping = True, False
     try:
-        result = measure(run)
+        measured = measure(run)
+        say("stopping all of it, and starting it anew on the same disk")
+        appliance.down()
+        running = False
+        run = appliance.up()
+        running = True
+        result = measure_restart(run, *measured)
         RESULT.parent.mkdir(exist_ok=True)
         report.write(result, RESULT)
         print(f"\n{report.table(result)}\n\n{how_to_try(run)}\n", flush=True)
@@ -96,7 +135,7 @@ def demonstrate(*, keep: bool) -> None:
             raise DemoError(shortfall)
         keeping = keep
     finally:
-        if not keeping:
+        if running and not keeping:
             say("stopping")
             appliance.down()
     if keeping:

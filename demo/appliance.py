@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from demo.server import DemoError
@@ -18,12 +18,14 @@ class Appliance:
     """One local run.
 
     Args:
-        root: The repository; the state folder and the claim lie below it.
+        root: The repository; the state folder and the claims lie below it.
         sample: The resource's file, relative to `root`.
         name: The resource's name.
+        claims: Folders, relative to `root`, that stand for the resource's claims, by their names.
     """
 
-    def __init__(self, root: Path, sample: str, name: str) -> None:
+    def __init__(self, root: Path, sample: str, name: str, claims: Mapping[str, str]) -> None:
+        self.claims = claims
         self.root = root
         self.sample = sample
         self.name = name
@@ -34,7 +36,8 @@ class Appliance:
         Raises:
             DemoError: it did not come up; the command has said why and has stopped what it had started.
         """
-        if self._local("up", "-f", self.sample, "--claim", "models=build/models") != 0:
+        claims = [part for name, folder in self.claims.items() for part in ("--claim", f"{name}={folder}")]
+        if self._local("up", "-f", self.sample, *claims) != 0:
             raise DemoError(f"{self.sample} did not come up; the reason stands above")
         run = report_of(StateFolder(self.root / "build" / "local" / self.name))
         if run is None:

@@ -123,6 +123,7 @@ def test_the_documents_are_long_enough() -> None:
 
 def _result(**changes: Any) -> report.Result:
     usual: dict[str, Any] = {"cold_ttft_s": 10.0, "hit_ttft_s": 0.5, "identical_output": True}
+    usual |= {"restart_hit_tokens": 2816, "restart_ttft_s": 0.75}
     return report.Result(**{"prompt_tokens": 3000, "hit_tokens": 2816, **usual, **changes})
 
 
@@ -134,6 +135,8 @@ def test_the_file_holds_what_was_measured(tmp_path: Path) -> None:
         "cold_ttft_s": 10.0,
         "hit_ttft_s": 0.5,
         "identical_output": True,
+        "restart_hit_tokens": 2816,
+        "restart_ttft_s": 0.75,
     }
 
 
@@ -150,6 +153,7 @@ def test_the_table_names_share_and_speed_up() -> None:
         ({"hit_tokens": 2700}, None),
         ({"hit_tokens": 2699}, "2699 of 3000 tokens"),
         ({"hit_tokens": 0}, "0 of 3000 tokens"),
+        ({"restart_hit_tokens": 2699}, "2699 of 3000 tokens after a restart"),
         ({"identical_output": False}, "answers differ"),
     ],
 )
@@ -164,11 +168,12 @@ class _Appliance:
     down_command = "local down"
 
     def __init__(self, *_: object) -> None:
-        self.ended = 0
-        self.fails = False
+        self.ended = self.begun = 0
+        self.fails_at: int | None = None
 
     def up(self) -> SimpleNamespace:
-        if self.fails:
+        self.begun += 1
+        if self.begun == self.fails_at:
             raise DemoError("port 8000 is taken")
         url = "http://127.0.0.1:8000"
         return SimpleNamespace(
@@ -188,11 +193,16 @@ def appliance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Appliance:
     return appliance
 
 
-@pytest.mark.parametrize(("keep", "ended"), [(False, 1), (True, 0)])
+def _measured(monkeypatch: pytest.MonkeyPatch, result: report.Result) -> None:
+    monkeypatch.setattr(demo, "measure", lambda _: ("prompt",))
+    monkeypatch.setattr(demo, "measure_restart", lambda *_: result)
+
+
+@pytest.mark.parametrize(("keep", "ended"), [(False, 2), (True, 1)])
 def test_a_good_run_is_ended_unless_it_is_kept(
     appliance: _Appliance, monkeypatch: pytest.MonkeyPatch, keep: bool, ended: int
 ) -> None:
-    monkeypatch.setattr(demo, "measure", lambda _: _result())
+    _measured(monkeypatch, _result())
     demo.demonstrate(keep=keep)
     assert appliance.ended == ended
     assert demo.RESULT.exists()
@@ -215,15 +225,25 @@ def test_a_failed_run_is_always_ended(
 def test_a_cache_without_hits_ends_the_run_and_leaves_its_numbers(
     appliance: _Appliance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "measure", lambda _: _result(hit_tokens=0))
+    _measured(monkeypatch, _result(hit_tokens=0))
     with pytest.raises(DemoError, match="0 of 3000"):
         demo.demonstrate(keep=True)
-    assert appliance.ended == 1
+    assert appliance.ended == 2
     assert json.loads(demo.RESULT.read_text())["hit_tokens"] == 0
 
 
 def test_what_did_not_start_is_not_ended(appliance: _Appliance) -> None:
-    appliance.fails = True
+    appliance.fails_at = 1
     with pytest.raises(DemoError, match="port 8000"):
         demo.demonstrate(keep=False)
     assert appliance.ended == 0
+
+
+def test_a_restart_that_fails_leaves_nothing_to_end(
+    appliance: _Appliance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appliance.fails_at = 2
+    _measured(monkeypatch, _result())
+    with pytest.raises(DemoError, match="port 8000"):
+        demo.demonstrate(keep=False)
+    assert appliance.ended == 1
