@@ -139,7 +139,7 @@ class LMCacheManager:
         allocator = ChunkAllocator(region, shape)
         quotas = Quotas(tiers.tenants)
         pins = PinBook(lambda: cpu.stats().capacity_bytes // shape.chunk_bytes // 2)
-        policy, admission = host_policies(tiers.cpu, allocator.capacity_bytes // shape.chunk_bytes)
+        policy, admission = host_policies(tiers, allocator.capacity_bytes // shape.chunk_bytes)
         cpu = CpuTier(
             allocator,
             policy,

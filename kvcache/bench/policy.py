@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from kvcache.bench.policy_traces import Request
 from kvcache.storage.policies import ADMISSIONS, POLICIES, AdmissionPolicy, EvictionPolicy
@@ -97,43 +97,41 @@ class ReplayTier:
         keys = self._trace.keys
         found = next((place for place, block in enumerate(request) if block not in self.here), len(request))
         self._held = set(request[:found])
+        if self._admission is not None:
+            for block in request:
+                self._admission.seen(keys[block])
         for block in reversed(request[:found]):
-            if self._admission is not None:
-                self._admission.seen(keys[block])
             self._eviction.touch(keys[block])
-        stored: list[int] = []
-        whole = True
-        for block in request[found:]:
-            if self._admission is not None:
-                self._admission.seen(keys[block])
-            whole = whole and self._let_in(block)
-            if whole:
-                stored.append(block)
-        for block in reversed(stored):
+        stored = list(takewhile(self._let_in, request[found:]))
+        for block in stored:
             self._eviction.admit(keys[block])
         return found, len(stored)
 
     def _let_in(self, block: int) -> bool:
         key = self._trace.keys[block]
-        victim = None
+        if self._admission is not None and not self._admission.admits(key, None):
+            return False
+        self._expect(block)
         if len(self.here) >= self._capacity:
             victim = self._eviction.candidate(self._evictable)
-            if victim is None:
+            if victim is None or (self._admission is not None and not self._admission.admits(key, victim)):
+                self._expect_no_more(block)
                 return False
-        if self._admission is not None and not self._admission.admits(key, victim):
-            return False
-        if victim is not None:
             self._eviction.evict(victim)
-            self._leave(self._trace.numbers[victim])
+            gone = self._trace.numbers[victim]
+            self.here.remove(gone)
+            self._expect_no_more(gone)
         self.here.add(block)
         self._held.add(block)
+        return True
+
+    def _expect(self, block: int) -> None:
+        """The one before it has a block behind it."""
         parent = self._trace.parents[block]
         if parent is not None:
             self._children[parent] += 1
-        return True
 
-    def _leave(self, block: int) -> None:
-        self.here.remove(block)
+    def _expect_no_more(self, block: int) -> None:
         parent = self._trace.parents[block]
         if parent is not None:
             self._children[parent] -= 1

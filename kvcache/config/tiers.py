@@ -10,9 +10,13 @@ from pydantic import AfterValidator, Field, model_validator
 from kvcache.config.base import Strict
 from kvcache.config.quantity import Quantity
 
-EvictionName = Literal["LRU", "LFU", "FIFO", "MRU", "S3FIFO", "ARC"]
-"""Which chunk leaves first (`kvcache.storage.policies`)."""
-AdmissionName = Literal["Always", "SecondUse", "TinyLFU"]
+EvictionName = Literal["Adaptive", "LRU", "LFU", "FIFO", "MRU", "S3FIFO", "ARC"]
+"""Which chunk leaves first (`kvcache.storage.policies`). `Adaptive` learns how long which chunks are worth
+keeping."""
+AdmissionName = Literal["Adaptive", "Always", "SecondUse", "TinyLFU"]
+"""Which chunk is let in at all: those of a kind that has proved worth its room, each, those asked for before,
+or those asked for more often than the one that would have to leave."""
+SharedAdmissionName = Literal["Always", "SecondUse", "TinyLFU"]
 """Which chunk is let in at all: each, those asked for before, or those asked for more often than the one that
 would have to leave."""
 WriteMode = Literal["Through", "Back"]
@@ -42,6 +46,9 @@ class CpuTierConfig(Strict):
     """Bytes of payload for each rank process."""
     eviction: EvictionName = "LRU"
     admission: AdmissionName = "Always"
+    """Which chunk is let in at all: those of a kind that has proved worth its room, each, those asked for
+    before, or those asked for more often than the one that would have to leave. Where there are tiers below,
+    `Adaptive` lets each in, since it is from here that they get what they store."""
     pinning: Literal["Required", "Preferred", "Disabled"] = "Preferred"
     """Page-locked memory where there is a GPU: `Preferred` goes on with pageable memory when the limit of
     locked memory forbids it, `Required` turns the cache off with that reason."""
@@ -156,7 +163,7 @@ class RemoteTierConfig(Strict):
     ttl_s: int | None = Field(default=None, ge=1)
     """Life of an object from when it was written, in Valkey; elsewhere, and without it, the store's own rules
     count."""
-    admission: AdmissionName = "Always"
+    admission: SharedAdmissionName = "Always"
     write: WriteMode = "Through"
     connections: int = Field(default=4, ge=1, le=64)
     """Requests at a time of each rank, for reads and for writes each."""
@@ -178,7 +185,7 @@ class PluginTierConfig(Strict):
     options: dict[str, Any] = Field(default_factory=dict)
     """Handed to it as they are."""
     write: WriteMode = "Through"
-    admission: AdmissionName = "Always"
+    admission: SharedAdmissionName = "Always"
     deadline_ms: DeadlineMs = 2000
     write_queue: WriteQueue = 512 << 20
 

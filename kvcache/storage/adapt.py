@@ -58,7 +58,7 @@ def _adapt_host_memory(storage: StorageManager, old: TiersConfig, new: TiersConf
             yield "tiers.cpu.capacity"
     if (new.cpu.eviction, new.cpu.admission) != (old.cpu.eviction, old.cpu.admission):
         chunks = storage.cpu.stats().capacity_bytes // storage.cpu.shape.chunk_bytes
-        storage.cpu.set_policies(*host_policies(new.cpu, chunks))
+        storage.cpu.set_policies(*host_policies(new, chunks))
 
 
 def _adapt_lane(lane: Lane, before: TierPlan, after: TierPlan) -> Iterator[str]:

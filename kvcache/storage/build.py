@@ -15,7 +15,6 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from kvcache.config.tiers import (
-    CpuTierConfig,
     DiskTierConfig,
     PluginTierConfig,
     RemoteTierConfig,
@@ -100,13 +99,16 @@ def open_lanes(config: TiersConfig, context: TierContext) -> list[Lane]:
 
 
 def host_policies(
-    config: CpuTierConfig, capacity: int
+    config: TiersConfig, capacity: int
 ) -> tuple[EvictionPolicy[CacheEngineKey], AdmissionPolicy[CacheEngineKey] | None]:
     """The policies of host memory, which has room for `capacity` chunks."""
-    eviction: EvictionPolicy[CacheEngineKey] = POLICIES[config.eviction](capacity)
-    if config.admission == "Always":
+    cpu = config.cpu
+    eviction: EvictionPolicy[CacheEngineKey] = POLICIES[cpu.eviction](capacity)
+    # What is not worth its room here may be worth it in a tier below, which gets it from here.
+    staging = cpu.admission == "Adaptive" and next(tier_plans(config), None) is not None
+    if cpu.admission == "Always" or staging:
         return eviction, None
-    return eviction, ADMISSIONS[config.admission](capacity)
+    return eviction, ADMISSIONS[cpu.admission](capacity)
 
 
 def lane_admission(

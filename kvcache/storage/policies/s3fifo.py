@@ -44,7 +44,8 @@ class S3FIFOPolicy(EvictionPolicy[K]):
         if len(self._small) < self._small_size:
             queues.reverse()
         next_of: _NextOf[K]
-        for next_of in (Order.first, Order.last_resort):
+        # The last resort may give keys another turn, which is then their last.
+        for next_of in (Order.first, Order.last_resort, Order.first):
             for of_queue in queues:
                 key = of_queue(next_of, evictable)
                 if key is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcache.config.tiers import AdmissionName, EvictionName, WriteMode
+from kvcache.config.tiers import AdmissionName, EvictionName, SharedAdmissionName, WriteMode
 from kvcache_operator.models.base import Matching, Part, rules
 from kvcache_operator.models.measures import (
     ClientBuffer,
@@ -51,8 +51,9 @@ class CpuTier(Part):
     eviction: EvictionName = "LRU"
     """Which chunk gives way when the tier is full."""
     admission: AdmissionName = "Always"
-    """Which chunk is let in: each one, those asked for before, or those asked for more often than the one
-    that would have to leave."""
+    """Which chunk is let in: those of a kind that has proved worth its room, each one, those asked for
+    before, or those asked for more often than the one that would have to leave. Adaptive lets each one in
+    where there are tiers below."""
 
 
 class EmptyDir(Part):
@@ -257,7 +258,7 @@ class RemoteTier(Part):
     """The longest that a request waits for this tier; after it, what has not come is computed."""
     ttl: TimeToLive | None = None
     """Life of an object from its last write, where the tier can; without it the tier's own rules."""
-    admission: AdmissionName = "Always"
+    admission: SharedAdmissionName = "Always"
     """Which chunk is let in, see `cpu.admission`."""
     write: WriteMode = "Through"
     """Through writes a chunk as soon as it is stored above, Back when it leaves the tier above."""
@@ -298,7 +299,7 @@ class PluginTier(Part):
     """Handed to it as strings."""
     write: WriteMode = "Through"
     """When a chunk is written, see `disk.write`."""
-    admission: AdmissionName = "Always"
+    admission: SharedAdmissionName = "Always"
     """Which chunk is let in, see `cpu.admission`."""
     deadline: RemoteDeadline = Duration.parse("2s")
     """The longest that a request waits for this tier."""
