@@ -114,8 +114,12 @@ def test_every_metric_was_scraped(scraped: Scraped) -> None:
 
 
 def test_every_recorded_series_is_there(scraped: Scraped) -> None:
-    found = scraped.prometheus.label_values("__name__")
-    assert {str(rule["record"]) for rule in rules("record")} <= found
+    recorded = {str(rule["record"]) for rule in rules("record")}
+    # Rules are evaluated at their own times: a busy machine may not have come to them yet.
+    deadline = time.monotonic() + 90
+    while not recorded <= (found := scraped.prometheus.label_values("__name__")):
+        assert time.monotonic() < deadline, recorded - found
+        time.sleep(1)
 
 
 def test_no_alert_fires_at_a_cache_that_is_well(scraped: Scraped) -> None:
@@ -138,7 +142,7 @@ def test_a_changed_configuration_takes_effect_in_all_processes(scraped: Scraped)
 
     def after(changed: dict[str, Any], holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         appliance.config_file.write_text(yaml.safe_dump({**config, **changed}))
-        for _ in range(300):
+        for _ in range(1200):
             report: dict[str, Any] = appliance.admin.get("/v1/config").json()
             if holds(report):
                 return report
