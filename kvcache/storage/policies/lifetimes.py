@@ -111,6 +111,20 @@ def _sums(rows: Floats) -> Floats:
     return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
 
 
+def unseen(time: int, fading: float) -> Floats:
+    """`[bins]`, by what to multiply the intervals that were seen: in so short a time, long ones had mostly
+    begun before it. 1 in the long run.
+
+    Args:
+        time: uses so far.
+        fading: of what was learnt, with each use.
+    """
+    middles = (LIFETIMES[1:] + LIFETIMES[:-1]) / 2
+    weight = 1 - fading ** np.maximum(time - middles, 0.0)
+    correction: Floats = np.minimum(_MOST_CORRECTION, (1 - fading**time) / np.maximum(weight, 1e-9))
+    return correction
+
+
 class ReuseClock:
     """Counts uses, learns from the intervals between them, and plans.
 
@@ -156,13 +170,6 @@ class ReuseClock:
         self._uses = self._uses * kept + self._uses_now
         self._again = self._again * kept + np.array(self._again_now)
         self._start_period()
-        self.plan = best_plan(self._uses, self._again * self._unseen(), self._elapsed, self._capacity)
-
-    def _unseen(self) -> Floats:
-        """What an interval counts for, by its length: when counting began, long ones had begun before,
-        unseen. 1 in the long run."""
-        middles = (LIFETIMES[1:] + LIFETIMES[:-1]) / 2
-        seen = 1 - self._fading ** np.maximum(self.time - middles, 0.0)
-        all_uses = 1 - self._fading**self.time
-        correction: Floats = np.minimum(_MOST_CORRECTION, all_uses / np.maximum(seen, 1e-9))
-        return correction
+        self.plan = best_plan(
+            self._uses, self._again * unseen(self.time, self._fading), self._elapsed, self._capacity
+        )

@@ -9,7 +9,16 @@ import random
 import numpy as np
 import pytest
 
-from kvcache.storage.policies.lifetimes import CLASSES, LIFETIMES, LRU_PLAN, Plan, ReuseClock, Use, best_plan
+from kvcache.storage.policies.lifetimes import (
+    CLASSES,
+    LIFETIMES,
+    LRU_PLAN,
+    Plan,
+    ReuseClock,
+    Use,
+    best_plan,
+    unseen,
+)
 
 BINS = len(LIFETIMES) - 1
 
@@ -90,6 +99,18 @@ def test_keys_that_come_back_stay_until_they_do() -> None:
 def test_keys_that_come_back_too_late_are_let_go() -> None:
     plan = learnt(capacity=100, steps=60_000)
     assert plan.lifetimes[-1] < 1_500 or plan == LRU_PLAN
+
+
+def test_long_intervals_are_seen_too_seldom_at_first() -> None:
+    """Of uses at every moment, with all intervals alike: those that ended in the time that there was."""
+    fading = 1 - 1e-12
+    interval, time = 1_000, 3_000
+    place = int(np.searchsorted(LIFETIMES, interval)) - 1
+    middle = (LIFETIMES[place] + LIFETIMES[place + 1]) / 2
+    assert unseen(time, fading)[place] == pytest.approx(time / (time - middle), rel=1e-3)
+    assert unseen(1 << 29, fading)[place] == pytest.approx(1, rel=1e-3)
+    assert unseen(1_000_000, 0.999)[place] == pytest.approx(1)
+    assert np.isfinite(unseen(1, fading)).all()
 
 
 def test_intervals_beyond_all_bins() -> None:

@@ -50,3 +50,14 @@ def test_same_victims(name: str, capacity: int) -> None:
             reference.hit(key)
         assert len(policy) == len(reference.keys()), here
     assert victims > 200
+
+
+def test_lfu_finds_a_newcomer_below_what_it_looked_at() -> None:
+    policy: EvictionPolicy[str] = POLICIES["LFU"](10)
+    policy.admit("pinned")
+    policy.admit("often")
+    for _ in range(5):
+        policy.touch("often")
+    assert policy.candidate(lambda key: key != "pinned") == "often"
+    policy.admit("new")
+    assert policy.victim(lambda key: key != "pinned") == "new"
