@@ -113,17 +113,19 @@ class Appliance:
         return report
 
     def load(self, seconds: float, documents: int = 12, seed: int = 1) -> None:
-        """Asks about a few documents again and again, two requests at a time."""
-        chosen = random.Random(seed)
-        texts = [
-            [chosen.randrange(3, _VOCABULARY) for _ in range(chosen.randint(700, 1800))]
-            for _ in range(documents)
-        ]
+        """Asks about a few documents again and again, with one request in four about a document never seen
+        before; two requests at a time."""
+        chosen, fresh = random.Random(seed), random.Random()
+
+        def document(source: random.Random) -> list[int]:
+            return [source.randrange(3, _VOCABULARY) for _ in range(source.randint(700, 1800))]
+
+        texts = [document(chosen) for _ in range(documents)]
         deadline = time.monotonic() + seconds
         with ThreadPoolExecutor(2) as pool:
             while time.monotonic() < deadline:
-                asked = [chosen.choice(texts) + [chosen.randrange(3, _VOCABULARY)] * 9 for _ in range(4)]
-                list(pool.map(self.ask, asked))
+                known = [chosen.choice(texts) + [chosen.randrange(3, _VOCABULARY)] * 9 for _ in range(3)]
+                list(pool.map(self.ask, [document(fresh), *known]))
                 self.admin.get("/v1/stats").raise_for_status()
 
     def close(self) -> None:

@@ -65,6 +65,14 @@ class Prometheus:
             time.sleep(0.1)
         raise AssertionError(f"Prometheus is not ready: {self.log.read_text()[-2000:]}")
 
+    def wait_for(self, metric: str) -> None:
+        """Returns once the metric was scraped."""
+        for _ in range(READY_TRIES):
+            if self._get("query", query=metric)["result"]:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"Prometheus has not scraped {metric}: {self.log.read_text()[-2000:]}")
+
     def _get(self, path: str, **parameters: object) -> Any:
         answer = self._http.get(f"/api/v1/{path}", params={k: str(v) for k, v in parameters.items()}).json()
         assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"

@@ -67,6 +67,8 @@ def scraped(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         other = {**_POD, "__meta_kubernetes_pod_container_port_name": "http"}
         targets = {appliance.admin_address: _POD, appliance.vllm_url.removeprefix("http://"): other}
         prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), targets)
+        # What happens before the first scrape is no increase.
+        prometheus.wait_for("kvcache_requests_total")
         started = time.time()
         appliance.load(LOAD_S / 2)
         assert appliance.flush("gpu", "cpu")["complete"]
