@@ -92,13 +92,16 @@ class MountedConfig:
                 logger.info("the configuration has changed; handing it to the processes")
         self.good, self.digest, self.problem = data, digest, ""
 
-    async def hand_over(self, snapshot: Snapshot, control: ControlClient) -> None:
+    async def hand_over(self, snapshot: Snapshot, control: ControlClient) -> bool:
         """Gives the last good content to every process that answers and has another one.
 
         A process that refused it is not asked again before the content or the process is another one.
+
+        Returns:
+            Whether any process was given it, and so is no longer as the snapshot says.
         """
         if self.good is None:
-            return
+            return False
         reported = _reported(snapshot)
         self.processes = {name: found for name, found in self.processes.items() if name in reported}
         lacking = []
@@ -111,6 +114,7 @@ class MountedConfig:
             self.processes[name] = self._noted(name, answer)
             if isinstance(answer, Configured) and answer.refused:
                 self._refused[name] = (reported[name][0], self.digest)
+        return bool(lacking)
 
     def _noted(self, name: str, answer: Configured | str) -> ProcessConfig:
         if isinstance(answer, str):

@@ -177,5 +177,6 @@ class AdminService:
         while True:
             with contextlib.suppress(Exception):  # a round less; the next reader sees the reason
                 self.mounted.look()
-                await self.mounted.hand_over(await self.snapshot(), self._control)
+                if await self.mounted.hand_over(await self.snapshot(), self._control):
+                    self._collected_at = -math.inf
             await asyncio.sleep(self._settings.sample_s)

@@ -205,7 +205,8 @@ def share(world: World) -> str:
     first, second = wait_ready(count=2, config=config)
     if "remote" not in tier_names(world.admin(address_of(first))):
         raise NotHereError("this engine has no remote tier")
-    text = f"{world.prompt}\nAnswer in French."
+    # Another beginning: what the disk tier gave back would be written to no other tier.
+    text = f"Answer in French.\n{world.prompt}"
     computed = world.ask(address_of(first), text)
     time.sleep(5)  # written behind the request
     admin = world.admin(address_of(second))
