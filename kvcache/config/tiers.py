@@ -44,8 +44,8 @@ class CpuTierConfig(Strict):
 
     capacity: Quantity = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
     """Bytes of payload for each rank process."""
-    eviction: EvictionName = "LRU"
-    admission: AdmissionName = "Always"
+    eviction: EvictionName = "Adaptive"
+    admission: AdmissionName = "Adaptive"
     """Which chunk is let in at all: those of a kind that has proved worth its room, each, those asked for
     before, or those asked for more often than the one that would have to leave. Where there are tiers below,
     `Adaptive` lets each in, since it is from here that they get what they store."""
@@ -61,8 +61,8 @@ class DiskTierConfig(Strict):
     """One a device; objects are spread over them. Processes that name the same ones share their objects."""
     capacity: Quantity = Field(ge=1 << 20, le=1 << 60)
     """Bytes on disk in all directories together, of all ranks and processes that use them."""
-    eviction: EvictionName = "LRU"
-    admission: AdmissionName = "Always"
+    eviction: EvictionName = "Adaptive"
+    admission: AdmissionName = "Adaptive"
     write: WriteMode = "Through"
     direct_io: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     """Past the page cache (O_DIRECT). `Auto`: where the file system can."""

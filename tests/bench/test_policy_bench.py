@@ -15,7 +15,7 @@ from kvcache.bench.policy_traces import read_trace
 from kvcache.config.tiers import CpuTierConfig, DiskTierConfig
 from kvcache.storage.policies import ADMISSIONS, POLICIES
 
-DEFAULT = "LRU+Always"
+DEFAULT = "Adaptive+Adaptive"
 
 
 def lines_of(requests: list[list[int]]) -> str:
@@ -34,14 +34,14 @@ def test_a_trace_is_replayed(packed: bool, tmp_path: Path, capsys: pytest.Captur
     assert read_trace(file) == requests
     figures = tmp_path / "figures.json"
     arguments = ["policy", "--trace", str(file), "--capacity", "12,30%", "--json", str(figures)]
-    assert command.main([*arguments, "--policies", f"{DEFAULT},ARC+TinyLFU"]) == 0
+    assert command.main([*arguments, "--policies", f"{DEFAULT},LRU+Always,ARC+TinyLFU"]) == 0
     different = len({block for request in requests for block in request})
     report = json.loads(figures.read_text())
     assert (report["requests"], report["blocks"]) == (300, different)
     assert report["reads"] == sum(map(len, requests))
     rates = {(row["policy"], row["capacity"]): row["hit_rate"] for row in report["policy"]}
     capacities = (12, int(0.3 * different))
-    names = [DEFAULT, "ARC+TinyLFU", "clairvoyant", "unbounded"]
+    names = [DEFAULT, "LRU+Always", "ARC+TinyLFU", "clairvoyant", "unbounded"]
     assert list(rates) == [(name, capacity) for name in names for capacity in capacities]
     for place, capacity in enumerate(capacities):
         ours, lru = rates[DEFAULT, capacity], rates["LRU+Always", capacity]
@@ -55,7 +55,7 @@ def test_a_trace_is_replayed(packed: bool, tmp_path: Path, capsys: pytest.Captur
         f"{DEFAULT} of LRU",
     ]
     cell = printed[3].split("\t")[1]
-    assert cell.startswith(f"{100 * rates['LRU+Always', 12]:.2f}/")
+    assert cell.startswith(f"{100 * rates[DEFAULT, 12]:.2f}/")
 
 
 def test_a_trace_is_made(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_a_trace_that_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--policies", "LRU", "'LRU' is no pair such as LRU+Always"),
+        ("--policies", "LRU", "'LRU' is no pair such as Adaptive+Adaptive"),
         ("--policies", "LRU+Never", "of admissions Always, Adaptive, SecondUse, TinyLFU"),
         ("--capacity", "many", "'many' is no number of blocks"),
         ("--capacity", "nan%", "'nan%' is no number of blocks"),

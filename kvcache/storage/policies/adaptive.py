@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that learn what is worth keeping, and for how long."""
+"""Policies that learn what is worth keeping, and for how long.
+
+They do what LRU does until they have shown on the tier's own uses that they hit more.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,48 @@ from typing import Generic
 from kvcache.storage.policies.base import AdmissionPolicy, EvictionPolicy, K
 from kvcache.storage.policies.lifetimes import CLASSES, ReuseClock, Use
 from kvcache.storage.policies.order import Order
+from kvcache.storage.policies.trial import SHORTEST_LIFETIME, GateRival, LifetimesRival, Trial
 
 _REMEMBERED = 4
 """Keys that are not here, for each one that there is room for."""
-_SHORTEST = 1e-3
-"""Stands for a lifetime of 0."""
+_MOST_UNSETTLED = 1024
+"""Uses: some 2 ms of work, which nobody waits for at most lookups."""
+_EVICTION_MARGIN = 0.01
+_ADMISSION_MARGIN = 0.04
+"""Of LRU's hits: a gate that turned out wrong has not even written what is missed."""
 
 
 class AdaptivePolicy(EvictionPolicy[K]):
     """A list in the order of the last use for each class of keys; of the keys whose turn it is in their
-    lists, the one that is furthest past its lifetime leaves (`kvcache.storage.policies.lifetimes`)."""
+    lists, the one that is furthest past its lifetime leaves (`kvcache.storage.policies.lifetimes`). As long
+    as LRU would hit as much (`kvcache.storage.policies.trial`), the one whose last use is longest ago.
+
+    Lookups wait for `touch`: what it tells is noted, and taken in before the next decision.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._clock = ReuseClock(capacity)
+        self._trial: Trial[K] = Trial(capacity, LifetimesRival, _EVICTION_MARGIN)
         self._orders: list[Order[K]] = [Order() for _ in range(CLASSES)]
         self._here: dict[K, Use] = {}
         self._gone: _LastUses[K] = _LastUses(_REMEMBERED * max(1, capacity))
+        self._touched: list[K] = []
 
     def admit(self, key: K) -> None:
+        self._settle()
         self._use(key, self._gone.pop(key))
 
     def touch(self, key: K) -> None:
-        previous = self._here[key]
-        self._orders[previous.kind].remove(key)
-        self._use(key, previous)
+        self._touched.append(key)
+        if len(self._touched) >= _MOST_UNSETTLED:
+            self._settle()
 
     def remove(self, key: K) -> None:
+        self._settle()
         self._orders[self._here.pop(key).kind].remove(key)
 
     def candidate(self, evictable: Callable[[K], bool]) -> K | None:
+        self._settle()
         for next_of in (Order.first, Order.last_resort):
             keys = [key for order in self._orders if (key := next_of(order, evictable)) is not None]
             if keys:
@@ -46,10 +62,12 @@ class AdaptivePolicy(EvictionPolicy[K]):
         return None
 
     def evict(self, key: K) -> None:
+        self._settle()
         self._gone.put(key, self._here[key])
         self.remove(key)
 
     def became_leaf(self, key: K) -> None:
+        self._settle()
         use = self._here.get(key)
         if use is not None:
             self._orders[use.kind].became_leaf(key)
@@ -57,31 +75,55 @@ class AdaptivePolicy(EvictionPolicy[K]):
     def __len__(self) -> int:
         return len(self._here)
 
+    def _settle(self) -> None:
+        touched, self._touched = self._touched, []
+        for key in touched:
+            previous = self._here[key]
+            self._orders[previous.kind].remove(key)
+            self._use(key, previous)
+
     def _use(self, key: K, previous: Use | None) -> None:
         use = self._clock.use(previous)
         self._here[key] = use
         self._orders[use.kind].add(key)
+        self._trial.use(key, use, self._clock.plan)
 
     def _overdue(self, key: K) -> float:
-        """The time since the last use, in lifetimes."""
+        """The time since the last use: in lifetimes, or for LRU in uses."""
         use = self._here[key]
-        return (self._clock.time - use.time) / max(self._clock.plan.lifetimes[use.kind], _SHORTEST)
+        unit = max(self._clock.plan.lifetimes[use.kind], SHORTEST_LIFETIME) if self._trial.won else 1.0
+        return (self._clock.time - use.time) / unit
 
 
 class AdaptiveAdmission(AdmissionPolicy[K]):
     """Lets all in while there is room, and then those classes of keys that are worth writing: in little room,
-    what was used once is mostly not. It needs no particular eviction policy."""
+    what was used once is mostly not. As long as LRU would hit as much without that, lets all in. It needs no
+    particular eviction policy. What `seen` tells is noted, as in `AdaptivePolicy`."""
 
     def __init__(self, capacity: int) -> None:
         self._clock = ReuseClock(capacity)
+        self._trial: Trial[K] = Trial(capacity, GateRival, _ADMISSION_MARGIN)
         self._used: _LastUses[K] = _LastUses((1 + _REMEMBERED) * max(1, capacity))
+        self._seen: list[K] = []
 
     def seen(self, key: K) -> None:
-        self._used.put(key, self._clock.use(self._used.pop(key)))
+        self._seen.append(key)
+        if len(self._seen) >= _MOST_UNSETTLED:
+            self._settle()
 
     def admits(self, key: K, victim: K | None) -> bool:
+        if victim is None:
+            return True
+        self._settle()
         use = self._used.get(key)
-        return victim is None or use is None or self._clock.plan.worth_writing[use.kind]
+        return use is None or not self._trial.won or self._clock.plan.worth_writing[use.kind]
+
+    def _settle(self) -> None:
+        seen, self._seen = self._seen, []
+        for key in seen:
+            use = self._clock.use(self._used.pop(key))
+            self._used.put(key, use)
+            self._trial.use(key, use, self._clock.plan)
 
 
 class _LastUses(Generic[K]):

@@ -37,12 +37,8 @@ _HALF_LIFE = 16
 _LEAST_HALF_LIFE = 4096
 _PERIOD = 1 / 8
 """Uses between two plans, for each key that there is room for."""
-_LEAST_PERIOD = 256
+_LEAST_PERIOD = 512
 
-_BETTER = 1.01
-"""What lifetimes must promise of LRU's hits: the estimate is no better than that, and LRU needs none."""
-_AS_GOOD = 0.999
-"""Enough if they leave half of the room free."""
 _WORTH_WRITING = 0.02
 """Hits for each key of a class that is let in, below which none of it is."""
 _TOO_FEW = 32
@@ -71,7 +67,7 @@ class Use(NamedTuple):
 
 
 def best_plan(uses: Floats, again: Floats, elapsed: float, capacity: int) -> Plan:
-    """The lifetimes that bring most hits; LRU's where they bring no more than that.
+    """The lifetimes that bring most hits.
 
     Args:
         uses: `[CLASSES]`, the number of uses that made a key one of the class.
@@ -82,28 +78,19 @@ def best_plan(uses: Floats, again: Floats, elapsed: float, capacity: int) -> Pla
     hits = np.minimum(_sums(again), uses[:, None])
     away = uses[:, None] - hits
     room = _sums((away[:, 1:] + away[:, :-1]) / 2 * np.diff(LIFETIMES)) / elapsed
-    lru_hits = np.interp(capacity, room.sum(axis=0), hits.sum(axis=0))
     every = np.arange(CLASSES)
 
     low, high = 0.0, float(hits.max()) + 1.0
-    dear = cheap = np.zeros(CLASSES, np.intp)
+    chosen = np.zeros(CLASSES, np.intp)
     for _ in range(40):
         price = (low + high) / 2
-        chosen = np.argmax(hits - price * room, axis=1)
-        if room[every, chosen].sum() > capacity:
-            low, cheap = price, chosen
+        tried = np.argmax(hits - price * room, axis=1)
+        if room[every, tried].sum() > capacity:
+            low = price
         else:
-            high, dear = price, chosen
-    chosen_hits, chosen_room = hits[every, dear], room[every, dear].sum()
-    promised = chosen_hits.sum()
-    if low > 0:
-        # The next step does not fit, but part of it does: what has outlived its time stays in the room left.
-        part = (capacity - chosen_room) / (room[every, cheap].sum() - chosen_room)
-        promised += part * (hits[every, cheap].sum() - promised)
-    if promised < lru_hits * (_AS_GOOD if chosen_room <= capacity / 2 else _BETTER):
-        return LRU_PLAN
-    worth = (chosen_hits >= _WORTH_WRITING * uses) | (uses < _TOO_FEW)
-    return Plan(LIFETIMES[dear].tolist(), worth.tolist())
+            high, chosen = price, tried
+    worth = (hits[every, chosen] >= _WORTH_WRITING * uses) | (uses < _TOO_FEW)
+    return Plan(LIFETIMES[chosen].tolist(), worth.tolist())
 
 
 def _sums(rows: Floats) -> Floats:

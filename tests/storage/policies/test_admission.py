@@ -42,6 +42,8 @@ def test_memory_is_bounded(name: str) -> None:
     policy: AdmissionPolicy[str] = ADMISSIONS[name](30)
     for step in range(3_000):
         policy.seen(f"key {step}")
+    assert len(remembered(policy)) <= 1_500, "with what waits to be taken in"
+    policy.admits("key 2999", "key 1")
     assert 30 <= len(remembered(policy)) <= 300
 
 

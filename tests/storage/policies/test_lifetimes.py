@@ -47,13 +47,10 @@ def test_no_other_choice_is_better(seed: int) -> None:
     elapsed = uses.sum()
     capacity = int(10 ** rng.uniform(1, 4))
     plan = best_plan(uses, again, elapsed, capacity)
-    if plan == LRU_PLAN:
-        plan_room = plan_hits = 0.0
-    else:
-        bins = [int(np.searchsorted(LIFETIMES, lifetime)) for lifetime in plan.lifetimes]
-        sums = [hits_and_room(uses, again, elapsed, kind, bins[kind]) for kind in range(CLASSES)]
-        plan_hits, plan_room = (sum(column) for column in zip(*sums, strict=True))
-        assert plan_room <= capacity * 1.001
+    bins = [int(np.searchsorted(LIFETIMES, lifetime)) for lifetime in plan.lifetimes]
+    sums = [hits_and_room(uses, again, elapsed, kind, bins[kind]) for kind in range(CLASSES)]
+    plan_hits, plan_room = (sum(column) for column in zip(*sums, strict=True))
+    assert plan_room <= capacity * 1.001
     choices = []
     for kind in range(CLASSES):
         ends = [0, *(int(place) + 1 for place in used)]
@@ -62,14 +59,6 @@ def test_no_other_choice_is_better(seed: int) -> None:
         hits, room = (sum(column) for column in zip(*combination, strict=True))
         if room <= plan_room:
             assert hits <= plan_hits * 1.001
-
-
-def test_lru_where_classes_do_not_differ() -> None:
-    again = np.zeros((CLASSES, BINS))
-    again[:, :120] = 10.0  # as many in each octave: the longer ago the last use, the less likely the next one
-    uses = np.full(CLASSES, 2_000.0)
-    for capacity in (10, 100, 1_000):
-        assert best_plan(uses, again, uses.sum(), capacity) == LRU_PLAN
 
 
 def test_lru_before_anything_was_learnt() -> None:
@@ -98,7 +87,7 @@ def test_keys_that_come_back_stay_until_they_do() -> None:
 
 def test_keys_that_come_back_too_late_are_let_go() -> None:
     plan = learnt(capacity=100, steps=60_000)
-    assert plan.lifetimes[-1] < 1_500 or plan == LRU_PLAN
+    assert plan.lifetimes[-1] < 1_500
 
 
 def test_long_intervals_are_seen_too_seldom_at_first() -> None:
