@@ -129,3 +129,30 @@ def test_remote_tier_is_one_of_three() -> None:
     for remote in ({}, {"valkey": valkey, "s3": s3}):
         with pytest.raises(ConfigError, match="exactly one of valkey, s3 and mooncake"):
             load_config({"tiers": {"remote": remote}}, {})
+
+
+@pytest.mark.parametrize(
+    ("remote", "sentence"),
+    [
+        ({"s3": {"bucket": "kv-cache"}, "ttl_s": 60}, "ttl_s: s3 takes no life of an object"),
+        (
+            {"mooncake": {"master": "m:1", "metadata_server": "P2PHANDSHAKE"}, "ttl_s": 60},
+            "ttl_s: mooncake takes no life of an object",
+        ),
+        (
+            {"mooncake": {"master": "m:1", "metadata_server": "P2PHANDSHAKE", "device": "mlx5_0"}},
+            "device: protocol tcp takes no device",
+        ),
+        (
+            {"s3": {"bucket": "kv-cache", "endpoint": "http://s3:9000", "ca_file": "/ca.pem"}},
+            "ca_file: no certificate is looked at on the way to http://s3:9000",
+        ),
+        (
+            {"valkey": {"endpoints": ["cache:6379"], "sentinel_password_file": "/password"}},
+            "sentinel_password_file: mode Single asks no sentinels",
+        ),
+    ],
+)
+def test_what_a_store_cannot_do_is_refused(remote: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config({"tiers": {"remote": remote}}, {})

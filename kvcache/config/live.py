@@ -89,13 +89,17 @@ def change(
     return ConfigChange(config, live, restart)
 
 
-def restart_digest(config: LMCacheEngineConfig) -> str:
-    """Hex; equal for two configurations that a running process can go between without a restart.
+def restart_digest(data: Mapping[str, Any]) -> str:
+    """Hex; equal for two configuration files that a running process can go between without a restart.
 
-    For a pod's annotation, so that a change of a live field alone starts no pod anew.
+    For a pod's annotation, so that a change of live fields alone starts no pod anew. Over what a file says
+    and not over all that there is, so that a field that a later version adds, at its default, starts none
+    either.
+
+    Args:
+        data: what the file says.
     """
-    kept = {field: value for field, value in _values(config).items() if not is_live(field)}
-    return _digest(kept)
+    return _digest({field: value for field, value in _leaves(data, "") if not is_live(field)})
 
 
 def file_digest(data: Mapping[str, Any]) -> str:

@@ -106,6 +106,11 @@ class ValkeyConfig(Strict):
 
     @model_validator(mode="after")
     def _modes_fit(self) -> Self:
+        if self.mode != "Sentinel" and self.sentinel_password_file is not None:
+            raise ValueError(
+                f"sentinel_password_file: mode {self.mode} asks no sentinels; leave it out, or write mode "
+                "Sentinel"
+            )
         if (self.mode == "Sentinel") != (self.sentinel_master is not None):
             raise ValueError("sentinel_master is needed in mode Sentinel and in no other")
         if self.mode == "Cluster" and self.database:
@@ -131,6 +136,15 @@ class S3Config(Strict):
     ca_file: AbsolutePath | None = None
     """Certificates (PEM) that vouch for the endpoint."""
 
+    @model_validator(mode="after")
+    def _endpoint_fits(self) -> Self:
+        if self.ca_file is not None and (self.endpoint or "https:").startswith("http:"):
+            raise ValueError(
+                f"ca_file: no certificate is looked at on the way to {self.endpoint}; leave it out, or write "
+                "an endpoint of https"
+            )
+        return self
+
 
 class MooncakeConfig(Strict):
     """Mooncake Store."""
@@ -152,6 +166,15 @@ class MooncakeConfig(Strict):
     admin_endpoint: str | None = Field(default=None, pattern=r"^[^:/\s]+:[0-9]{1,5}$")
     """`host:port` of the master's HTTP service, which lists objects: for clearing and inspecting."""
 
+    @model_validator(mode="after")
+    def _device_fits(self) -> Self:
+        if self.device and self.protocol != "rdma":
+            raise ValueError(
+                f"device: protocol {self.protocol} takes no device, got {self.device!r}; leave it out, or "
+                "write protocol rdma"
+            )
+        return self
+
 
 class RemoteTierConfig(Strict):
     """The tier that machines share: exactly one of the three."""
@@ -161,7 +184,7 @@ class RemoteTierConfig(Strict):
     mooncake: MooncakeConfig | None = None
     deadline_ms: DeadlineMs = 2000
     ttl_s: int | None = Field(default=None, ge=1)
-    """Life of an object from when it was written, in Valkey; elsewhere, and without it, the store's own rules
+    """Life of an object from when it was written. Valkey alone takes one; without it the store's own rules
     count."""
     admission: SharedAdmissionName = "Always"
     write: WriteMode = "Through"
@@ -174,6 +197,11 @@ class RemoteTierConfig(Strict):
         given = [name for name in ("valkey", "s3", "mooncake") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of valkey, s3 and mooncake is needed, got {given or 'none'}")
+        if self.ttl_s is not None and self.valkey is None:
+            rules = "a lifecycle rule of the bucket" if self.s3 else "the master's own settings"
+            raise ValueError(
+                f"ttl_s: {given[0]} takes no life of an object from a client; leave it out and use {rules}"
+            )
         return self
 
 
@@ -194,7 +222,8 @@ class TenantConfig(Strict):
     """What the requests of one `cache_salt` may occupy."""
 
     quota: Quantity = Field(ge=1 << 20)
-    """Bytes in each tier of each rank."""
+    """Bytes in host memory, and as many on disk, of each rank. A remote store has limits of its own, and a
+    plugin those that it keeps."""
 
 
 class TiersConfig(Strict):
@@ -206,7 +235,8 @@ class TiersConfig(Strict):
     plugins: list[PluginTierConfig] = Field(default_factory=list, max_length=8)
     """Tiers of third parties, asked in this order after all others."""
     tenants: dict[str, TenantConfig] = Field(default_factory=dict, max_length=1024)
-    """By `cache_salt`; the key `*` stands for every salt that is not named."""
+    """By `cache_salt`; the key `*` stands for every salt that is not named. What they may occupy in host
+    memory and on disk: no remote store counts it."""
     encryption_key_file: AbsolutePath | None = None
     """Keys of AES-GCM for what lies in tiers below host memory. See `kvcache.storage.sealing`."""
 

@@ -23,6 +23,7 @@ _SERVING = ("Ready", "Pinning")
 _MISMATCH = re.compile(r"not tested with|connector interface|do(es)? not fit", re.IGNORECASE)
 _MIB, _GIB, _TIB = 1 << 20, 1 << 30, 1 << 40
 _DIGITS = 3
+_MAX_FIELDS = 64
 
 
 def cache_status(answers: Sequence[PodStats], previous: Mapping[str, Any], stamp: str) -> dict[str, Any]:
@@ -87,6 +88,22 @@ def connector_trouble(answers: Sequence[PodStats]) -> tuple[str, str] | None:
                 reason = CONNECTOR_MISMATCH if _MISMATCH.search(text) else CONNECTOR_NOT_READY
                 return reason, f"{name} of pod {answer.pod}: {text}"
     return None
+
+
+def pending_restart(answers: Sequence[PodStats]) -> tuple[str, ...]:
+    """Fields of the configuration that some process of a pod does not run before its next start."""
+    fields: set[str] = set()
+    for answer in answers:
+        scheduler = answer.stats.scheduler
+        fields.update(*(rank.config_restart for rank in answer.stats.ranks))
+        fields.update(scheduler.config_restart if scheduler is not None else ())
+    return tuple(sorted(fields))[:_MAX_FIELDS]
+
+
+def config_trouble(answers: Sequence[PodStats]) -> str:
+    """Why the first of the pods that refuse their configuration does; empty where none does."""
+    refused = (f"pod {answer.pod}: {answer.config_refusal}" for answer in answers if answer.config_refusal)
+    return next(refused, "")
 
 
 def _reason(tier: str, state: str) -> str:

@@ -62,6 +62,10 @@ def transitions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Eve
         found.append(Event("Normal", "Suspended", message("Suspended")))
     if new.get("Suspended", ("", ""))[1] == "NotSuspended" and old.get("Suspended", ("",))[0] == "True":
         found.append(Event("Normal", "Resumed", "spec.suspend is false again"))
+    waiting = after.get("pendingRestart") or []
+    if set(waiting) - set(before.get("pendingRestart") or ()):
+        text = f"pods do not run all of their configuration before their next start: {', '.join(waiting)}"
+        found.append(Event("Normal", "RestartNeeded", text))
     return [*found, *_flushes(before, after)]
 
 

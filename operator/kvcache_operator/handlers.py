@@ -58,6 +58,8 @@ class Loop:
         self._heard: dict[Key, int] = {}
         """The newest generation that the watch has told."""
         self._misses = 0
+        self._kinds_known = asyncio.Event()
+        """Set when the server has told once what kinds it has: nothing is rendered before."""
 
     async def run(self) -> None:
         """Works until it is cancelled, or until a signal ends kopf, which takes signals for itself."""
@@ -114,6 +116,7 @@ class Loop:
             ClusterError: the API server did not answer.
         """
         self._reconciler.kinds = await asyncio.to_thread(self._cluster.kinds)
+        self._kinds_known.set()
         found: dict[Key, int] = {}
         for namespace in self._settings.namespaces or (None,):
             for entry in await asyncio.to_thread(self._cluster.list, API_VERSION, KIND, namespace):
@@ -162,6 +165,7 @@ class Loop:
             await asyncio.sleep(delay)
 
     async def _work(self) -> None:
+        await self._kinds_known.wait()
         while True:
             key = await self.queue.get()
             self._telemetry.queue_depth.set(self.queue.depth)

@@ -22,6 +22,15 @@ Location = tuple[int | str, ...]
 _LIKENESS = 0.6
 """difflib's ratio from which an unknown key is taken for a misspelt known one."""
 
+NOT_OFFERED = {
+    "spec.cache.blend": (
+        "is not offered: vLLM's connector interface cannot have chosen tokens inside of a prompt computed "
+        "anew, and without that joined pieces give other answers; remove it: prompts share what they begin "
+        "with"
+    ),
+}
+"""Keys that resources of this kind are known to have elsewhere, and why there is none here."""
+
 _TYPE_NAMES = {
     "int_type": "a whole number",
     "string_type": "a string",
@@ -143,6 +152,8 @@ def _sentence(details: ErrorDetails) -> str:
 
 
 def _unknown_key(location: Location) -> str:
+    if (reason := NOT_OFFERED.get(dotted(location))) is not None:
+        return reason
     *parents, key = (part for part in location if isinstance(part, str))
     siblings = _keys_at(KVCache, parents)
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=_LIKENESS)
@@ -166,14 +177,14 @@ def _keys_at(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
 
 def _parts(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
     for name, field in model.model_fields.items():
-        yield field.alias or name, _model_in(field.annotation)
+        yield field.alias or name, model_in(field.annotation)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
     """The model that an annotation such as `X`, `X | None` or `tuple[X, ...]` holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in getattr(annotation, "__args__", ()) if (found := _model_in(part))), None)
+    return next((found for part in getattr(annotation, "__args__", ()) if (found := model_in(part))), None)
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import yaml
+
 from kvcache.config import LMCacheEngineConfig
+from kvcache.config.live import restart_digest
 from kvcache_operator import GROUP
 from kvcache_operator.errors import ResourceError
 from kvcache_operator.models import Device, KVCache, KVCacheSpec
 from kvcache_operator.planning.budget import Budget, budget_problems, in_mebibytes, make_budget
 from kvcache_operator.planning.checks import block_tokens, problems, warnings
-from kvcache_operator.planning.engine_config import config_yaml, engine_config, restart_digest
+from kvcache_operator.planning.engine_config import config_yaml, engine_config
 from kvcache_operator.planning.places import (
     CONFIG_KEY,
     CONFIG_MOUNT,
@@ -23,6 +26,7 @@ from kvcache_operator.planning.places import (
     GIB,
     HOME,
     MIB,
+    PRE_STOP_S,
     RUNTIME_MOUNT,
     TOKEN_KEY,
     TOKEN_MOUNT,
@@ -31,6 +35,7 @@ from kvcache_operator.planning.places import (
     SecretUse,
     secret_files,
     secret_uses,
+    termination_grace_s,
 )
 from kvcache_operator.settings import Settings
 
@@ -55,10 +60,6 @@ __all__ = [
     "make_plan",
 ]
 
-PRE_STOP_S = 5
-"""A stopping pod goes on serving for this long, since load balancers learn of its end a little late."""
-TERMINATION_MARGIN_S = 10
-"""Beyond the drain: for vLLM to end its processes after the last request."""
 RESTART_ANNOTATION = f"{GROUP}/restart-requested-at"
 """Any new value replaces all pods."""
 
@@ -127,6 +128,13 @@ class Plan:
             names.append("remote")
         return (*names, *(plugin.name for plugin in tiers.plugins))
 
+    @property
+    def shared_tiers(self) -> tuple[str, ...]:
+        """Tiers among them that others may use too, resources of other models included."""
+        disk = self.spec.cache.tiers.disk
+        is_alone = {"cpu"} if disk is not None and disk.volume.claim_name is not None else {"cpu", "disk"}
+        return tuple(name for name in self.tier_names if name not in is_alone)
+
 
 def make_plan(resource: KVCache, settings: Settings) -> Plan:
     """Decides everything that is not I/O.
@@ -155,8 +163,8 @@ def make_plan(resource: KVCache, settings: Settings) -> Plan:
         budget=budget,
         config=config,
         config_yaml=text,
-        config_checksum=restart_digest(text),
-        termination_grace_s=PRE_STOP_S + spec.engine.drain_timeout + TERMINATION_MARGIN_S,
+        config_checksum=restart_digest(yaml.safe_load(text)),
+        termination_grace_s=termination_grace_s(spec),
         secret_files=files,
         secret_uses=secret_uses(spec, files),
         restart=resource.metadata.annotations.get(RESTART_ANNOTATION, ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -38,12 +38,13 @@ class RankAnswer(_Answer):
     ready: bool
     reason: str
     namespace: str
-    transfer_path: str = ""
+    config_restart: Annotated[list[str], Field(max_length=256)] = []
 
 
 class SchedulerAnswer(_Answer):
     ready: bool
     reason: str
+    config_restart: Annotated[list[str], Field(max_length=256)] = []
 
 
 class WindowAnswer(_Answer):
@@ -65,6 +66,10 @@ class ConfigAnswer(_Answer):
     """`GET /v1/config` of a sidecar."""
 
     version: str = Field(max_length=64)
+    namespaces: Annotated[dict[str, str], Field(max_length=256)] = {}
+    """Of each rank."""
+    problem: str = ""
+    """Why the mounted file is refused; the last good one stays."""
 
 
 class VersionAnswer(_Answer):
@@ -95,6 +100,8 @@ class PodStats:
     stats: StatsAnswer
     connector_version: str = ""
     engine_version: str = ""
+    config_refusal: str = ""
+    """Why it goes on with an older configuration; empty where it does not."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +156,36 @@ class Pods:
         return [answer for answer in answers if answer is not None]
 
     async def flush(
-        self, pods: Sequence[PodState], ports: Ports, token: str, tiers: Sequence[str], reason: str
+        self,
+        pods: Sequence[PodState],
+        ports: Ports,
+        token: str,
+        tiers: Sequence[str],
+        reason: str,
+        shared: Collection[str] = (),
     ) -> list[FlushResult]:
-        """Has every pod drop what these tiers hold, and waits for it."""
-        return list(await asyncio.gather(*(self._flush(pod, ports, token, tiers, reason) for pod in pods)))
+        """Has every pod drop what these tiers hold, and waits for it.
+
+        Args:
+            shared: tiers that others use too: of these only what the pod's own model may read is dropped.
+        """
+        own, common = (
+            [tier for tier in tiers if (tier in shared) == is_shared] for is_shared in (False, True)
+        )
+
+        async def flush(pod: PodState) -> FlushResult:
+            admin, problems = _url(pod, ports.admin), []
+            if own:
+                problems.append(await self._flush(admin, token, own, reason, None))
+            if common:
+                namespaces = await self._namespaces(admin, token)
+                if not namespaces:
+                    problems.append(f"{', '.join(common)}: no rank says which objects are its own")
+                for namespace in namespaces:
+                    problems.append(await self._flush(admin, token, common, reason, namespace))
+            return FlushResult(pod.name, "; ".join(dict.fromkeys(filter(None, problems))))
+
+        return list(await asyncio.gather(*map(flush, pods)))
 
     async def _stats(self, pod: PodState, ports: Ports, token: str) -> PodStats | None:
         admin = _url(pod, ports.admin)
@@ -160,46 +193,60 @@ class Pods:
             stats = StatsAnswer.model_validate(await self._get(f"{admin}/v1/stats", token))
         except (httpx.HTTPError, ValidationError, ValueError):
             return None
+        config = await self._config(admin, token)
         return PodStats(
             pod=pod.name,
             stats=stats,
-            connector_version=await self._version(f"{admin}/v1/config", token),
-            engine_version=await self._version(f"{_url(pod, ports.engine)}/version", ""),
+            connector_version=config.version if config is not None else "",
+            engine_version=await self._version(f"{_url(pod, ports.engine)}/version"),
+            config_refusal=config.problem if config is not None else "",
         )
 
-    async def _version(self, url: str, token: str) -> str:
+    async def _config(self, admin: str, token: str) -> ConfigAnswer | None:
         try:
-            return VersionAnswer.model_validate(await self._get(url, token)).version
+            return ConfigAnswer.model_validate(await self._get(f"{admin}/v1/config", token))
+        except (httpx.HTTPError, ValidationError, ValueError):
+            return None
+
+    async def _version(self, url: str) -> str:
+        try:
+            return VersionAnswer.model_validate(await self._get(url, "")).version
         except (httpx.HTTPError, ValidationError, ValueError):
             return ""
 
+    async def _namespaces(self, admin: str, token: str) -> list[str]:
+        """Of the objects that the ranks of a pod may read; none where nobody answers."""
+        config = await self._config(admin, token)
+        return sorted(set(filter(None, config.namespaces.values()))) if config is not None else []
+
     async def _flush(
-        self, pod: PodState, ports: Ports, token: str, tiers: Sequence[str], reason: str
-    ) -> FlushResult:
-        body = {"tiers": list(tiers), "wait": True, "reason": reason[:256]}
+        self, admin: str, token: str, tiers: Sequence[str], reason: str, namespace: str | None
+    ) -> str:
+        """Why something is left in one of the tiers, of a namespace where one is given; else empty."""
+        body: dict[str, Any] = {"tiers": list(tiers), "wait": True, "reason": reason[:256]}
+        if namespace is not None:
+            body["scope"] = {"namespace": namespace}
         try:
             async with self._slots:
                 answer = await self._http.post(
-                    f"{_url(pod, ports.admin)}/v1/flush",
+                    f"{admin}/v1/flush",
                     json=body,
                     headers=_headers(token),
                     timeout=self._flush_timeout_s,
                 )
             if answer.is_error:
-                return FlushResult(pod.name, f"HTTP {answer.status_code}: {_problem(answer)}")
+                return f"{', '.join(tiers)}: HTTP {answer.status_code}: {_problem(answer)}"
             report = FlushAnswer.model_validate(_json(answer))
         except httpx.HTTPError as error:
-            return FlushResult(pod.name, f"no answer ({type(error).__name__})")
+            return f"{', '.join(tiers)}: no answer ({type(error).__name__})"
         except (ValidationError, ValueError):
-            return FlushResult(pod.name, "an answer that cannot be read")
+            return f"{', '.join(tiers)}: an answer that cannot be read"
         failed = [
             f"{entry.tier} of {entry.process}: {entry.reason}"
             for entry in report.results
             if not entry.complete
         ]
-        if report.complete:
-            return FlushResult(pod.name, "")
-        return FlushResult(pod.name, "; ".join(failed) or "not complete")
+        return "" if report.complete else "; ".join(failed) or f"{', '.join(tiers)}: not complete"
 
     async def _get(self, url: str, token: str) -> Mapping[str, Any]:
         async with self._slots:

@@ -8,7 +8,7 @@ garbage collector takes its children.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcache_operator import GROUP
@@ -25,6 +25,26 @@ MAX_TRIES = 5
 
 def has_finalizer(resource: Mapping[str, Any]) -> bool:
     return FINALIZER in (resource["metadata"].get("finalizers") or ())
+
+
+def sharer(resource: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
+    """Namespace and name of a resource that stays and reads the same objects of remote tiers; empty if none.
+
+    Equal models share their objects unless `cache.namespace` keeps them apart, and two names may lead to one
+    store: so equal digests and a remote tier are enough, and what is left behind only ages there.
+    """
+    own, digest = resource["metadata"], (resource.get("status") or {}).get("cacheNamespace")
+    for other in others:
+        meta, tiers = other["metadata"], other.get("spec", {}).get("cache", {}).get("tiers", {})
+        if (
+            digest
+            and (other.get("status") or {}).get("cacheNamespace") == digest
+            and meta["uid"] != own["uid"]
+            and not meta.get("deletionTimestamp")
+            and tiers.get("remote") is not None
+        ):
+            return f"{meta['namespace']}/{meta['name']}"
+    return ""
 
 
 async def sync_finalizer(cluster: Cluster, resource: Manifest, wanted: bool) -> Manifest:

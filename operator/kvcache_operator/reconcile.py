@@ -14,7 +14,13 @@ from typing import Any
 
 from kvcache_operator import API_VERSION, KIND, events, flush
 from kvcache_operator.apply import Applied, apply
-from kvcache_operator.cache_numbers import cache_status, connector_trouble, tier_trouble
+from kvcache_operator.cache_numbers import (
+    cache_status,
+    config_trouble,
+    connector_trouble,
+    pending_restart,
+    tier_trouble,
+)
 from kvcache_operator.cluster import CONFLICT, Cluster, ClusterError
 from kvcache_operator.errors import CLAIM_NOT_SHAREABLE, Problem, ResourceError
 from kvcache_operator.observe import Observed, observe
@@ -27,6 +33,7 @@ from kvcache_operator.reclaim import (
     MAX_TRIES,
     delete_claims,
     has_finalizer,
+    sharer,
     sync_finalizer,
 )
 from kvcache_operator.render import Kinds, Manifest, render
@@ -38,6 +45,8 @@ from kvcache_operator.verdicts import SECRET_INVALID, SECRET_NOT_FOUND, Sight
 log = logging.getLogger(__name__)
 
 _PUBLISH_TRIES = 5
+_RECLAIM_PODS = 3
+"""That are asked to empty a remote tier, one after the other."""
 SECRET_RECHECK_S = 10.0
 """Secrets are not watched, since that would need the right to list them all."""
 
@@ -168,6 +177,7 @@ class Reconciler:
                     [answer for answer in stats if answer.pod in ready], plan.tier_names
                 ),
                 connector_trouble=connector_trouble(stats),
+                config_trouble=config_trouble(stats),
             )
         flush_status = last_flush or {}
         if flush_status.get("completedAt") and not flush_status.get("complete"):
@@ -228,7 +238,9 @@ class Reconciler:
         is_due = (
             memory.asked_at is None or (now - memory.asked_at).total_seconds() >= self._settings.stats_s * 0.9
         )
-        if not candidates or not is_due:
+        if not candidates:
+            return replace(told, pending_restart=())
+        if not is_due:
             return told
         memory.asked_at = now
         token = await self._token(plan)
@@ -243,6 +255,7 @@ class Reconciler:
             engine_version=first.engine_version or told.engine_version,
             connector_version=first.connector_version or told.connector_version,
             cache_namespace=ranks[0].namespace if ranks else told.cache_namespace,
+            pending_restart=pending_restart(memory.stats),
         )
         return memory.told
 
@@ -261,14 +274,15 @@ class Reconciler:
         results = []
         if request.tiers:
             results = await self._pods.flush(
-                pods, ports, token, request.tiers, f"annotation {request.request_id}"
+                pods, ports, token, request.tiers, f"annotation {request.request_id}", plan.shared_tiers
             )
         return flush.finished(request, begun["requestedAt"], stamp(self._clock()), results, plan)
 
     async def _reclaim(self, resource: Manifest, plan: Plan, memory: Memory) -> Outcome:
         """Removes what `reclaimPolicy: Delete` promises, then lets the resource go."""
         annotations = resource["metadata"].get("annotations") or {}
-        problem = await self._purge_remote(plan)
+        shared_with = "" if plan.spec.cache.tiers.remote is None else await self._sharer(resource)
+        problem = "" if shared_with else await self._purge_remote(plan)
         memory.reclaim_tries += 1
         if problem and FORCE_ANNOTATION not in annotations:
             if memory.reclaim_tries == MAX_TRIES:
@@ -278,7 +292,8 @@ class Reconciler:
             return Outcome(again_in_s=delay)
         claims = await delete_claims(self._cluster, plan)
         await sync_finalizer(self._cluster, resource, False)
-        text = f"{claims} claims were deleted" + (f"; {problem}" if problem else "")
+        kept = f"the remote tier's chunks stay: {shared_with} reads them too" if shared_with else problem
+        text = f"{claims} claims were deleted" + (f"; {kept}" if kept else "")
         await self._post(events.Event("Normal", "Reclaimed", text), resource)
         return Outcome()
 
@@ -290,13 +305,24 @@ class Reconciler:
             self._cluster.list, "v1", "Pod", plan.namespace, selector_labels(plan)
         )
         states = observe({"spec": {}, "metadata": {}}, found).pods
-        ready = [pod for pod in states if pod.ready][:1]
-        if not ready:
-            return "no pod is ready that could empty the remote tier"
         ports = Ports(plan.spec.engine.port, plan.spec.admin.port)
-        token = await self._token(plan)
-        results = await self._pods.flush(ready, ports, token, ["remote"], "reclaimPolicy Delete")
-        return "; ".join(f"{result.pod}: {result.problem}" for result in results if result.problem)
+        token, problem = await self._token(plan), "no pod is ready that could empty the remote tier"
+        # Each one reaches all of the tier: the first that can is enough.
+        for pod in [pod for pod in states if pod.ready][:_RECLAIM_PODS]:
+            (result,) = await self._pods.flush(
+                [pod], ports, token, ["remote"], "reclaimPolicy Delete", plan.shared_tiers
+            )
+            if not result.problem:
+                return ""
+            problem = f"{result.pod}: {result.problem}"
+        return problem
+
+    async def _sharer(self, resource: Manifest) -> str:
+        """Another resource whose pods read the same objects of a remote tier; empty where there is none."""
+        entries = []
+        for namespace in self._settings.namespaces or (None,):
+            entries += await asyncio.to_thread(self._cluster.list, API_VERSION, KIND, namespace)
+        return sharer(resource, entries)
 
     async def _publish(self, resource: Manifest, compute: Callable[[Manifest], Mapping[str, Any]]) -> None:
         """Writes the status that `compute` makes of the resource as it is now, if it is another one.

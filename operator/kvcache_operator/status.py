@@ -29,6 +29,8 @@ class Told:
     engine_version: str = ""
     connector_version: str = ""
     cache_namespace: str = ""
+    pending_restart: tuple[str, ...] = ()
+    """Fields of the configuration that some pod does not run before its next start."""
 
     @classmethod
     def of(cls, previous: Mapping[str, Any]) -> Told:
@@ -38,6 +40,7 @@ class Told:
             engine_version=previous.get("engineVersion", ""),
             connector_version=previous.get("connectorVersion", ""),
             cache_namespace=previous.get("cacheNamespace", ""),
+            pending_restart=tuple(previous.get("pendingRestart") or ()),
         )
 
 
@@ -99,6 +102,7 @@ def summarise(
         endpoint=f"http://{host}:{plan.spec.engine.port}/v1",
         admin_endpoint=f"http://{host}:{plan.spec.admin.port}",
         pods=_pods(observed),
+        pending_restart=told.pending_restart,
         budget=_budget(plan),
         conditions=_conditions(found, previous, generation, now),
     ).model_dump(by_alias=True, mode="json", exclude_none=True)

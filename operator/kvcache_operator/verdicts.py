@@ -12,10 +12,11 @@ from kvcache_operator.observe import (
     CONNECTOR_MISMATCH,
     HUMAN_NEEDED,
     MODEL_LOADING,
+    OOM_KILLED,
     STARTING,
     Observed,
 )
-from kvcache_operator.plan import Plan
+from kvcache_operator.plan import Plan, in_mebibytes
 
 Answer = Literal["True", "False", "Unknown"]
 
@@ -26,6 +27,7 @@ TYPES = (
 """Every resource has all of them, in this order."""
 
 APPLY_FAILED = "ApplyFailed"
+CONFIG_REFUSED = "ConfigRefused"
 FLUSH_INCOMPLETE = "FlushIncomplete"
 QUOTA_EXCEEDED = "QuotaExceeded"
 SECRET_NOT_FOUND = "SecretNotFound"  # noqa: S105
@@ -56,6 +58,8 @@ class Sight:
     """Reason and message of a tier that a ready pod has not."""
     connector_trouble: tuple[str, str] | None = None
     """Reason and message of a connector that does not work, as a pod tells."""
+    config_trouble: str = ""
+    """Why a pod goes on with an older configuration."""
     flush_trouble: str = ""
     """Why the last flush is not complete."""
 
@@ -73,7 +77,7 @@ def verdicts(plan: Plan, sight: Sight) -> list[Verdict]:
         _progressing(plan, observed, count),
         _available(observed, count),
         _tiers(observed, sight, count),
-        _degraded(observed, sight),
+        _degraded(plan, observed, sight),
         _suspended(plan, observed),
     ]
     return [*found, _ready(found, count)]
@@ -133,7 +137,7 @@ def _tiers(observed: Observed, sight: Sight, count: str) -> Verdict:
     return Verdict("CacheTiersReady", "Unknown", "NoReadyPods", count)
 
 
-def _degraded(observed: Observed, sight: Sight) -> Verdict:
+def _degraded(plan: Plan, observed: Observed, sight: Sight) -> Verdict:
     def verdict(reason: str, message: str) -> Verdict:
         return Verdict("Degraded", "True", reason, message)
 
@@ -144,11 +148,18 @@ def _degraded(observed: Observed, sight: Sight) -> Verdict:
     reasons = {pod.reason: f"pod {pod.name}: {pod.message}" for pod in reversed(observed.pods)}
     if sight.connector_trouble is not None and sight.connector_trouble[0] == CONNECTOR_MISMATCH:
         reasons[CONNECTOR_MISMATCH] = sight.connector_trouble[1]
+    if OOM_KILLED in reasons:
+        budget = plan.budget
+        tiers = in_mebibytes(budget.ranks * budget.tier_per_rank)
+        computed = in_mebibytes(budget.computed)
+        reasons[OOM_KILLED] += f"; of the {computed} that vLLM was reckoned to need, {tiers} are the cpu tier"
     for reason in HUMAN_NEEDED:
         if reason in reasons:
             return verdict(reason, reasons[reason])
     if observed.failure or observed.stuck:
         return verdict("PodsFail", observed.failure or observed.stuck)
+    if sight.config_trouble:
+        return verdict(CONFIG_REFUSED, sight.config_trouble)
     if sight.flush_trouble:
         return verdict(FLUSH_INCOMPLETE, sight.flush_trouble)
     return Verdict("Degraded", "False", "AsExpected", "no trouble was seen")

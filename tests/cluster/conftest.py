@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """The newer server for our group where its binary is there, else the older one for everything."""
     with running_api(tmp_path_factory.mktemp("api"), crd()) as running:
-        _grant(Kubectl(running.kubeconfig))
+        grant(Kubectl(running.kubeconfig))
         yield running
 
 
@@ -40,11 +40,11 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 def old_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """Kubernetes 1.20 alone: no CEL rules, and older kinds."""
     with running_api(tmp_path_factory.mktemp("old-api"), crd(), rules=False) as running:
-        _grant(Kubectl(running.kubeconfig))
+        grant(Kubectl(running.kubeconfig))
         yield running
 
 
-def _grant(kubectl: Kubectl) -> None:
+def grant(kubectl: Kubectl) -> None:
     """The operator's rights as manifests/ has them."""
     manifests = Path(__file__).resolve().parents[2] / "manifests"
     kubectl("create", "namespace", "kvcache-system")

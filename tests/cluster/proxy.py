@@ -79,6 +79,11 @@ class Proxy:
                 ready.set()
                 await self._stop.wait()
                 await runner.cleanup()
+                # Watches of operators that were killed.
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
 
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(run()), daemon=True)
         self._thread.start()

@@ -40,10 +40,10 @@ def conditions(kubectl: Kubectl, namespace: str, name: str = "qwen") -> dict[str
     return {entry["type"]: (entry["status"], entry["reason"]) for entry in entries}
 
 
-def make_ready(kubectl: Kubectl, namespace: str, address: str = "10.9.8.7") -> None:
-    """Plays the kubelet for all pods."""
+def make_ready(kubectl: Kubectl, namespace: str, address: str = "10.9.8.7", name: str | None = None) -> None:
+    """Plays the kubelet for all pods, or for the one of that name."""
     for pod in kubectl.items("pod", namespace):
-        if pod["metadata"].get("deletionTimestamp"):
+        if pod["metadata"].get("deletionTimestamp") or name not in (None, pod["metadata"]["name"]):
             continue
         conditions = [
             {"type": kind, "status": "True", "lastTransitionTime": "2030-01-01T00:00:00Z"}

@@ -44,8 +44,8 @@ def test_changes(kubectl: Kubectl, namespace: str) -> None:
         assert message in refused(kubectl, named[2], namespace), name
 
 
-def test_an_unknown_field_is_refused(kubectl: Kubectl) -> None:
-    document = with_value(FULL[0], "spec.cache.chunkToken", 256)
+def created(kubectl: Kubectl, document: dict[str, Any]) -> str:
+    """What the server says to one who asks it to be strict, as kubectl does of servers since 1.25."""
     del document["metadata"]["uid"]
     done = kubectl.run(
         "create",
@@ -55,7 +55,18 @@ def test_an_unknown_field_is_refused(kubectl: Kubectl) -> None:
         "-",
         text=json.dumps(with_value(document, "metadata.namespace", "default")),
     )
-    assert 'unknown field "spec.cache.chunkToken"' in done.stderr
+    return done.stderr
+
+
+def test_an_unknown_field_is_refused(kubectl: Kubectl) -> None:
+    said = created(kubectl, with_value(FULL[0], "spec.cache.chunkToken", 256))
+    assert 'unknown field "spec.cache.chunkToken"' in said
+
+
+def test_blending_is_refused(kubectl: Kubectl) -> None:
+    """There is no such field: docs/concepts.md says why."""
+    said = created(kubectl, with_value(FULL[0], "spec.cache.blend", {"mode": "Enabled"}))
+    assert 'unknown field "spec.cache.blend"' in said
 
 
 @pytest.mark.parametrize("document", FULL, ids=lambda document: document["metadata"]["name"])

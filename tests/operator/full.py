@@ -119,6 +119,8 @@ BIG: dict[str, Any] = {
                     "write": "Back",
                     "directIO": "Enabled",
                     "engine": "Threads",
+                    "deadline": "3s",
+                    "writeQueue": "2Gi",
                 },
                 "remote": {
                     "valkey": {
@@ -128,6 +130,7 @@ BIG: dict[str, Any] = {
                         "database": 3,
                         "username": "models",
                         "passwordSecretRef": {"name": "valkey", "key": "pass"},
+                        "sentinelPasswordSecretRef": {"name": "sentinels", "key": "pass"},
                         "tls": {
                             "caSecretRef": {"name": "valkey-ca", "key": "root.crt"},
                             "clientSecretRef": {"name": "valkey-client"},
@@ -147,6 +150,7 @@ BIG: dict[str, Any] = {
                         "write": "Back",
                         "admission": "SecondUse",
                         "deadline": "5s",
+                        "writeQueue": "1Gi",
                     }
                 ],
                 "tenants": [{"salt": "team-a", "quota": "8Gi"}],
@@ -191,6 +195,7 @@ _MOONCAKE = {
         "device": "mlx5_0",
         "segment": "4Gi",
         "buffer": "1Gi",
+        "adminEndpoint": "mooncake:9003",
     }
 }
 _DISK = "spec.cache.tiers.disk"
@@ -214,7 +219,8 @@ SHARED["metadata"]["name"] = "shared"
 
 CLUSTER = with_value(BIG, "spec.cache.tiers.remote.valkey.mode", "Cluster")
 CLUSTER = with_value(CLUSTER, "spec.cache.tiers.remote.valkey.database", 0)
-del CLUSTER["spec"]["cache"]["tiers"]["remote"]["valkey"]["sentinelMaster"]
+for _key in ("sentinelMaster", "sentinelPasswordSecretRef"):
+    del CLUSTER["spec"]["cache"]["tiers"]["remote"]["valkey"][_key]
 
 FULL = (BIG, STATEFUL, SHARED)
 

@@ -30,7 +30,10 @@ def _with(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return document
 
 
-_VALKEY = "spec.cache.tiers.remote.valkey"
+_REMOTE = "spec.cache.tiers.remote"
+_VALKEY = f"{_REMOTE}.valkey"
+_BUCKET = {"bucket": "chunks"}
+_MASTER = {"master": "m:1", "metadataServer": "P2PHANDSHAKE"}
 _ENDPOINT = (f"{_VALKEY}.endpoints", ["v:6379"])
 _DISK = "spec.cache.tiers.disk"
 _CAPACITY = (f"{_DISK}.capacity", "1Gi")
@@ -108,6 +111,35 @@ PAIRS = (
         _with(_ENDPOINT, (f"{_VALKEY}.database", 1)),
         _with(_ENDPOINT, (f"{_VALKEY}.database", 1), (f"{_VALKEY}.mode", "Cluster")),
         "a cluster has database 0 alone",
+    ),
+    Pair(
+        "password of sentinels",
+        _with(
+            _ENDPOINT,
+            (f"{_VALKEY}.mode", "Sentinel"),
+            (f"{_VALKEY}.sentinelMaster", "m"),
+            (f"{_VALKEY}.sentinelPasswordSecretRef", {"name": "s"}),
+        ),
+        _with(_ENDPOINT, (f"{_VALKEY}.sentinelPasswordSecretRef", {"name": "s"})),
+        "a password of sentinels is for mode Sentinel alone",
+    ),
+    Pair(
+        "authorities of a bucket",
+        _with((f"{_REMOTE}.s3", {**_BUCKET, "endpoint": "https://s3:1", "caSecretRef": {"name": "s"}})),
+        _with((f"{_REMOTE}.s3", {**_BUCKET, "endpoint": "http://s3:1", "caSecretRef": {"name": "s"}})),
+        "caSecretRef is for an endpoint of https",
+    ),
+    Pair(
+        "device",
+        _with((f"{_REMOTE}.mooncake", {**_MASTER, "protocol": "rdma", "device": "mlx5_0"})),
+        _with((f"{_REMOTE}.mooncake", {**_MASTER, "device": "mlx5_0"})),
+        "device is for protocol rdma alone",
+    ),
+    Pair(
+        "life of objects",
+        _with(_ENDPOINT, (f"{_REMOTE}.ttl", "1h")),
+        _with((f"{_REMOTE}.s3", _BUCKET), (f"{_REMOTE}.ttl", "1h")),
+        "ttl is for valkey",
     ),
     Pair(
         "surge and unavailable",

@@ -237,6 +237,15 @@ def test_an_overlay_adds_and_keeps() -> None:
         ({"containers": [{"image": "x"}]}, "is no list of mappings that each have a name"),
         ({"volumes": [{"name": "a"}, {"name": "a"}]}, "a is given twice"),
         ({"nodeName": "x" * 70_000}, "bytes are too many"),
+        ({"terminationGracePeriodSeconds": 30}, "end before the requests .* write 75 or more"),
+        (
+            {"containers": [{"name": "x", "env": [{"name": "A"}, {"name": "B"}, {"name": "A"}]}]},
+            "A is given twice",
+        ),
+        (
+            {"initContainers": [{"name": "x", "env": [{"name": "A"}, {"name": "A"}]}]},
+            "A is given twice",
+        ),
     ],
 )
 def test_overlays_that_cannot_be(spec: dict[str, Any], sentence: str) -> None:

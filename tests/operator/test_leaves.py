@@ -25,6 +25,7 @@ ONLY_FINALIZER = {"reclaimPolicy"}
 SPECIAL: dict[str, Any] = {
     "cache.chunkTokens": 1024,
     "cache.tiers.remote.valkey.endpoints": ["other.cache.svc:6379"],
+    "cache.tiers.remote.mooncake.adminEndpoint": "other:9003",
     "cache.tiers.remote.mooncake.master": "other:50051",
     "cache.tiers.remote.valkey.mode": None,
     "engine.port": 9100,
@@ -91,9 +92,14 @@ def test_each_leaf_changes_what_is_rendered(leaf: str) -> None:
         special = SPECIAL.get(leaf, "")
         if leaf == "cache.tiers.remote.valkey.mode":
             changed = CLUSTER
+        elif leaf == "cache.tiers.remote.mooncake.protocol" and found is not None:
+            found[0].pop("device")
+            found[0]["protocol"] = "tcp"
         elif leaf == "cache.tiers.disk.volume.emptyDir":
             changed["spec"]["cache"]["tiers"]["disk"]["volume"] = {"claimName": "other"}
             changed["spec"]["rollout"]["maxSurge"] = 0
+        elif leaf == "cache.tiers.remote.mooncake.protocol" and found is not None:
+            found[0].update({"protocol": "tcp", "device": ""})
         elif found is None and leaf in DEFAULTS:
             changed["spec"] |= DEFAULTS[leaf]
         elif found is None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache_operator.observe import Observed, masked, observe, pod_state
+from kvcache_operator.plan import in_mebibytes
 from kvcache_operator.verdicts import Sight, verdicts
 from tests.operator.resources import SMALLEST, plan_of
 
@@ -134,6 +135,16 @@ def test_a_pods_reason_becomes_the_resources(reason: str, progressing: str, degr
     assert found["Ready"] == ("False", reason)
     assert found["Progressing"][0] == progressing
     assert found["Degraded"][0] == degraded
+
+
+def test_a_pod_out_of_memory_is_told_with_what_its_tiers_take() -> None:
+    manifest = next(case[0] for case in CASES if case[1] == "OOMKilled")
+    plan = plan_of(SMALLEST)
+    found = verdicts(plan, Sight(observe(workload(replicas=1, updatedReplicas=1), [manifest])))
+    message = next(verdict.message for verdict in found if verdict.type == "Degraded")
+    assert "container vllm went beyond its memory limit of 40Gi" in message
+    assert f"of the {in_mebibytes(plan.budget.computed)}" in message
+    assert "32768Mi are the cpu tier" in message
 
 
 def test_pods_that_cannot_be_made() -> None:

@@ -124,6 +124,21 @@ def test_both_installations_grant_the_same() -> None:
     assert not any("*" in str(rule) for rule in rules("cluster"))
 
 
+@pytest.mark.parametrize("mode", ["cluster", "namespaced"])
+def test_pods_and_the_secrets_of_others_are_out_of_the_operators_reach(mode: str) -> None:
+    """Pods are restarted by the kubelet and made by their workload: who may not touch them makes no loop of
+    them. Secrets are read by name, never listed."""
+    verbs: dict[str, set[str]] = {}
+    for document in yaml.safe_load_all((MANIFESTS / "rbac" / mode / "role.yaml").read_text()):
+        for rule in document.get("rules", ()):
+            for resource in rule["resources"]:
+                verbs.setdefault(resource, set()).update(rule["verbs"])
+    assert verbs["pods"] <= {"get", "list", "watch"}
+    assert verbs["secrets"] <= {"get", "create", "patch"}
+    assert verbs["kvcaches/finalizers"] == {"update"}
+    assert all("*" not in group | {name} for name, group in verbs.items())
+
+
 def test_the_operators_pod_is_restricted() -> None:
     deployment = yaml.safe_load((MANIFESTS / "operator" / "deployment.yaml").read_text())
     pod = deployment["spec"]["template"]["spec"]

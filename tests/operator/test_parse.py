@@ -74,6 +74,14 @@ def test_an_unknown_key_leads_to_the_known_one(path: str, sentence: str) -> None
     assert str(caught.value) == f"{path}: {sentence}"
 
 
+@pytest.mark.parametrize("value", [{"mode": "Enabled"}, {}, None])
+def test_blending_is_refused_with_the_reason(value: Any) -> None:
+    with pytest.raises(
+        ResourceError, match=r"^spec\.cache\.blend: is not offered: vLLM's connector interface"
+    ):
+        parse_resource(with_value(SMALLEST, "spec.cache.blend", value))
+
+
 @pytest.mark.parametrize(
     "arg",
     [

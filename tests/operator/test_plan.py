@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from kvcache.config import load_config
 from kvcache_operator.errors import ResourceError
 from kvcache_operator.plan import MIB, make_plan
+from kvcache_operator.render.containers import kv_transfer_config
 from kvcache_operator.settings import Settings
 from tests.operator.resources import resource
 
@@ -48,6 +51,25 @@ def test_a_gib_more_of_cache_is_a_gib_more_of_memory() -> None:
         make_plan(resource(cache__tiers__cpu__capacity=size), SETTINGS) for size in ("4Gi", "5Gi")
     )
     assert large.budget.engine_request - small.budget.engine_request == 1 << 30
+
+
+def test_what_waits_for_a_remote_tier_takes_no_memory_besides() -> None:
+    """Writers read chunks where they lie in host memory; a client's own buffer and segment are memory of its
+    own, in each rank."""
+    remotes: list[dict[str, Any]] = [
+        {"valkey": {"endpoints": ["v:1"]}},
+        {"valkey": {"endpoints": ["v:1"]}, "writeQueue": "64Gi"},
+        {"mooncake": {"master": "m:1", "metadataServer": "x", "buffer": "1Gi"}},
+        {"mooncake": {"master": "m:1", "metadataServer": "x", "buffer": "1Gi", "segment": "4Gi"}},
+    ]
+    more = []
+    for remote in remotes:
+        without, plan = (
+            make_plan(resource(engine__tensorParallelSize=2, **tiers), SETTINGS)
+            for tiers in ({}, {"cache__tiers__remote": remote})
+        )
+        more.append((plan.budget.engine_request - without.budget.engine_request) >> 30)
+    assert more == [0, 0, 2 * 1, 2 * (1 + 4)]
 
 
 def test_the_cpu_has_its_own_kv_blocks_and_no_gpu() -> None:
@@ -109,6 +131,28 @@ def test_problems_that_need_two_fields() -> None:
     assert [problem.path for problem in caught.value.problems] == ["spec.model.name", "spec.admin.port"]
     with pytest.raises(ResourceError, match=r"^spec\.model\.revision: a folder has no revisions"):
         make_plan(resource(model={"name": "/models/m", "revision": "main"}), SETTINGS)
+
+
+@pytest.mark.parametrize("transfer", ["Whole", "Layerwise"])
+@pytest.mark.parametrize("role", ["Both", "Producer", "Consumer"])
+@pytest.mark.parametrize("tiers", ["cpu", "disk", "shared disk", "remote", "disk and remote"])
+def test_each_way_of_transfer_goes_with_each_role_and_tier(transfer: str, role: str, tiers: str) -> None:
+    values: dict[str, object] = {"cache__transfer": transfer, "cache__role": role}
+    if "disk" in tiers:
+        volume: dict[str, Any] = {"claimName": "c"} if "shared" in tiers else {"emptyDir": {}}
+        values["cache__tiers__disk"] = {"capacity": "1Gi", "volume": volume}
+    if "remote" in tiers:
+        values["cache__tiers__remote"] = {"valkey": {"endpoints": ["v:1"]}}
+    if role != "Both" and tiers in ("cpu", "disk"):
+        with pytest.raises(ResourceError, match=r"^spec\.cache\.role: .* needs a tier that others share"):
+            make_plan(resource(**values), SETTINGS)
+        return
+    plan = make_plan(resource(**values), SETTINGS)
+    assert plan.config.use_layerwise is (transfer == "Layerwise")
+    assert (plan.config.tiers.disk is not None) is ("disk" in tiers)
+    assert (plan.config.tiers.remote is not None) is ("remote" in tiers)
+    role_of_vllm = {"Both": "kv_both", "Producer": "kv_producer", "Consumer": "kv_consumer"}[role]
+    assert json.loads(kv_transfer_config(plan))["kv_role"] == role_of_vllm
 
 
 @given(

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +103,28 @@ class Scripted(Reconciler):
 def loop_with(script: dict[Key, list[Outcome | Exception]]) -> tuple[Loop, Scripted, Telemetry]:
     reconciler, telemetry = Scripted(script), Telemetry()
     settings = Settings(retry_s=0.01, retry_max_s=0.02, workers=2)
-    return Loop(FakeCluster(), reconciler, settings, telemetry, Health(60)), reconciler, telemetry
+    loop = Loop(FakeCluster(), reconciler, settings, telemetry, Health(60))
+    loop._kinds_known.set()
+    return loop, reconciler, telemetry
+
+
+def test_nothing_is_done_before_the_kinds_of_the_server_are_known() -> None:
+    """Else the first apply of a new process may ask for a kind that an older server has not."""
+
+    async def test() -> None:
+        loop, reconciler, _ = loop_with({})
+        loop._kinds_known.clear()
+        worker = asyncio.create_task(loop._work())
+        loop.queue.add(A)
+        await asyncio.sleep(0.02)
+        assert reconciler.seen == []
+        await loop.resync()
+        while not reconciler.seen:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert reconciler.seen == [A]
+        worker.cancel()
+
+    run(test())
 
 
 def test_errors_of_the_server_come_back_and_hold_nobody_up() -> None:
@@ -186,3 +208,18 @@ def test_kopf_is_asked_for_events_alone() -> None:
     assert not registry._changing.get_all_handlers()
     assert not registry._spawning.get_all_handlers()
     assert len(registry._watching.get_all_handlers()) == 4
+
+
+def test_a_watch_that_hangs_is_given_up() -> None:
+    async def test() -> None:
+        loop = loop_with({})[0]
+        settings = kopf.OperatorSettings()
+        await loop.configure(settings)
+        assert settings.watching.server_timeout is not None
+        assert settings.watching.client_timeout is not None
+        assert 0 < settings.watching.server_timeout < settings.watching.client_timeout < 3600
+        assert settings.watching.connect_timeout
+        assert settings.networking.request_timeout
+        assert not settings.posting.enabled
+
+    run(test())

@@ -368,6 +368,11 @@ def test_a_remote_tier_that_is_away_is_named_and_comes_back() -> None:
     bench.make_ready()
     assert conditions(bench.run())["CacheTiersReady"] == ("False", "RemoteUnreachable")
     assert conditions(bench.status)["Available"] == ("True", "PodsReady")
+    up = {**down, "state": "Ready"}
+    bench.answers = {"/v1/stats": {**answer, "tiers": [*answer["tiers"], up]}}
+    bench.now += timedelta(minutes=1)
+    assert conditions(bench.run())["Ready"] == ("True", "AllPodsReady")
+    assert bench.reasons[-2:] == ["TierUnavailable", "TierRecovered"]
 
 
 def test_a_connector_that_does_not_fit_is_named() -> None:

@@ -146,6 +146,9 @@ class Status(_Written):
     """What the cache does; absent until a pod was asked."""
     pods: tuple[PodStatus, ...] = Field(default=(), strict=False, max_length=64)
     """Each pod."""
+    pending_restart: tuple[str, ...] = Field(default=(), strict=False, max_length=64)
+    """Fields of the engine's configuration that some pod does not run yet, since they wait for its next
+    start."""
     last_flush: FlushStatus | None = None
     """The last flush that was asked for by annotation."""
     budget: BudgetStatus | None = None

@@ -13,9 +13,9 @@ from kvcache_operator.models.measures import (
     ClientBuffer,
     Duration,
     Quantity,
-    RemoteDeadline,
     TenantQuota,
     TierCapacity,
+    TierDeadline,
     TimeToLive,
     WriteQueue,
 )
@@ -33,6 +33,10 @@ _ONE_REMOTE = "exactly one of valkey, s3 and mooncake is needed"
 _SENTINEL = "sentinelMaster is needed in mode Sentinel and in no other"
 _ONE_ENDPOINT = "mode Single takes one endpoint; see mode Cluster"
 _DATABASE = "a cluster has database 0 alone"
+_SENTINEL_PASSWORD = "a password of sentinels is for mode Sentinel alone"  # noqa: S105
+_AUTHORITY = "caSecretRef is for an endpoint of https"
+_DEVICE = "device is for protocol rdma alone"
+_TTL = "ttl is for valkey; write a rule of the bucket's life cycle, or the settings of Mooncake's master"
 
 HostPort = Annotated[
     str,
@@ -48,9 +52,9 @@ class CpuTier(Part):
     """Bytes of one replica, shared evenly by its ranks."""
     pinning: Literal["Required", "Preferred", "Disabled"] = "Preferred"
     """Whether the memory is page-locked for a GPU: Preferred goes on without, Required does not."""
-    eviction: EvictionName = "LRU"
+    eviction: EvictionName = "Adaptive"
     """Which chunk gives way when the tier is full."""
-    admission: AdmissionName = "Always"
+    admission: AdmissionName = "Adaptive"
     """Which chunk is let in: those of a kind that has proved worth its room, each one, those asked for
     before, or those asked for more often than the one that would have to leave. Adaptive lets each one in
     where there are tiers below."""
@@ -134,9 +138,9 @@ class DiskTier(Part):
         Matching(r"^(/[-_a-zA-Z0-9]+([.][-_a-zA-Z0-9]+)*)+$", "write an absolute path such as /var/cache/kv"),
     ] = "/var/cache/kv"
     """Where the volume is mounted in the container."""
-    eviction: EvictionName = "LRU"
+    eviction: EvictionName = "Adaptive"
     """Which chunk gives way when the tier is full."""
-    admission: AdmissionName = "Always"
+    admission: AdmissionName = "Adaptive"
     """Which chunk is let in, see `cpu.admission`."""
     write: WriteMode = "Through"
     """Through writes a chunk as soon as it is stored above, Back when it leaves the tier above."""
@@ -144,6 +148,10 @@ class DiskTier(Part):
     """Past the page cache; Auto does so where the file system can."""
     engine: Literal["Auto", "Uring", "Threads"] = "Auto"
     """How reads and writes are submitted; Auto takes io_uring where the kernel lets it."""
+    deadline: TierDeadline = Duration.parse("2s")
+    """The longest that a request waits for this tier; after it, what has not come is computed."""
+    write_queue: WriteQueue = Quantity.parse("4Gi")
+    """Bytes in each rank that wait to be written at most, see `remote.writeQueue`."""
 
 
 class Tls(Part):
@@ -163,6 +171,11 @@ class Valkey(Part):
             ("(self.mode == 'Sentinel') == has(self.sentinelMaster)", _SENTINEL, ".sentinelMaster"),
             ("self.mode != 'Single' || self.endpoints.size() == 1", _ONE_ENDPOINT, ".endpoints"),
             ("self.mode != 'Cluster' || self.database == 0", _DATABASE, ".database"),
+            (
+                "self.mode == 'Sentinel' || !has(self.sentinelPasswordSecretRef)",
+                _SENTINEL_PASSWORD,
+                ".sentinelPasswordSecretRef",
+            ),
         )
     )
 
@@ -178,6 +191,8 @@ class Valkey(Part):
     """Name of the user; without it the default one."""
     password_secret_ref: PasswordSecret | None = None
     """Password, mounted as a file that is read again when it changes."""
+    sentinel_password_secret_ref: PasswordSecret | None = None
+    """Password of the sentinels themselves, where they ask for one."""
     tls: Tls | None = None
     """TLS; without it the connection is in clear."""
 
@@ -189,11 +204,23 @@ class Valkey(Part):
             raise ValueError(_ONE_ENDPOINT)
         if self.mode == "Cluster" and self.database:
             raise ValueError(_DATABASE)
+        if self.mode != "Sentinel" and self.sentinel_password_secret_ref is not None:
+            raise ValueError(_SENTINEL_PASSWORD)
         return self
 
 
 class S3(Part):
     """A bucket of S3 or of a server that speaks its protocol."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.caSecretRef) || !has(self.endpoint) || self.endpoint.startsWith('https:')",
+                _AUTHORITY,
+                ".caSecretRef",
+            )
+        )
+    )
 
     bucket: str = Field(min_length=3, max_length=63)
     """Name of the bucket."""
@@ -215,11 +242,21 @@ class S3(Part):
     credentials_secret_ref: CredentialsSecret | None = None
     """A credentials file in the format of AWS, with the profile `default`. Without it the pod's identity."""
     ca_secret_ref: AuthoritySecret | None = None
-    """Authorities that are trusted."""
+    """Authorities that are trusted, of an endpoint of https."""
+
+    @model_validator(mode="after")
+    def _endpoint_fits(self) -> S3:
+        if self.ca_secret_ref is not None and (self.endpoint or "https:").startswith("http:"):
+            raise ValueError(_AUTHORITY)
+        return self
 
 
 class Mooncake(Part):
     """Mooncake Store."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(("!has(self.device) || self.protocol == 'rdma'", _DEVICE, ".device"))
+    )
 
     master: HostPort
     """host:port of its master service."""
@@ -233,6 +270,15 @@ class Mooncake(Part):
     """Host memory that each rank gives to the store; without it none, and it uses what others give."""
     buffer: ClientBuffer = Quantity.parse("512Mi")
     """The client's own copy buffer in each rank."""
+    admin_endpoint: HostPort | None = None
+    """host:port of the master's HTTP service, which lists objects: flushes and `reclaimPolicy: Delete` need
+    it."""
+
+    @model_validator(mode="after")
+    def _device_fits(self) -> Mooncake:
+        if self.device is not None and self.protocol != "rdma":
+            raise ValueError(_DEVICE)
+        return self
 
 
 class RemoteTier(Part):
@@ -244,7 +290,8 @@ class RemoteTier(Part):
                 "[has(self.valkey), has(self.s3), has(self.mooncake)].filter(x, x).size() == 1",
                 _ONE_REMOTE,
                 "",
-            )
+            ),
+            ("!has(self.ttl) || has(self.valkey)", _TTL, ".ttl"),
         )
     )
 
@@ -254,10 +301,10 @@ class RemoteTier(Part):
     """An S3 bucket."""
     mooncake: Mooncake | None = None
     """Mooncake Store."""
-    deadline: RemoteDeadline = Duration.parse("2s")
+    deadline: TierDeadline = Duration.parse("2s")
     """The longest that a request waits for this tier; after it, what has not come is computed."""
     ttl: TimeToLive | None = None
-    """Life of an object from its last write, where the tier can; without it the tier's own rules."""
+    """Life of an object from when it was written, in Valkey; without it the server's own rules."""
     admission: SharedAdmissionName = "Always"
     """Which chunk is let in, see `cpu.admission`."""
     write: WriteMode = "Through"
@@ -265,12 +312,15 @@ class RemoteTier(Part):
     connections: int = Field(default=4, ge=1, le=64)
     """Requests at a time of each rank."""
     write_queue: WriteQueue = Quantity.parse("512Mi")
-    """Bytes in each rank that wait to be written at most; what comes beyond them is not written."""
+    """Bytes in each rank that wait to be written at most, and at most a quarter of its host memory; what
+    comes beyond them is not written. They wait where they lie in host memory and take none besides."""
 
     @model_validator(mode="after")
     def _one(self) -> RemoteTier:
         if [self.valkey, self.s3, self.mooncake].count(None) != 2:
             raise ValueError(_ONE_REMOTE)
+        if self.ttl is not None and self.valkey is None:
+            raise ValueError(_TTL)
         return self
 
 
@@ -301,8 +351,10 @@ class PluginTier(Part):
     """When a chunk is written, see `disk.write`."""
     admission: SharedAdmissionName = "Always"
     """Which chunk is let in, see `cpu.admission`."""
-    deadline: RemoteDeadline = Duration.parse("2s")
+    deadline: TierDeadline = Duration.parse("2s")
     """The longest that a request waits for this tier."""
+    write_queue: WriteQueue = Quantity.parse("512Mi")
+    """Bytes in each rank that wait to be written at most, see `remote.writeQueue`."""
 
 
 class Tenant(Part):
@@ -311,7 +363,7 @@ class Tenant(Part):
     salt: str = Field(min_length=1, max_length=256)
     """The `cache_salt` of its requests; `*` stands for every salt that is not named."""
     quota: TenantQuota
-    """Bytes in each tier of one replica."""
+    """Bytes in host memory, and as many on disk, of one replica. A remote store has limits of its own."""
 
 
 class Encryption(Part):

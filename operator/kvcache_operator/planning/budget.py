@@ -129,13 +129,13 @@ def _downloads(spec: KVCacheSpec) -> int:
 
 
 def _remote_memory(spec: KVCacheSpec) -> int:
-    """What a rank holds for the remote tier."""
+    """What a rank holds for the remote tier beyond its tier in host memory.
+
+    A write queue is none of it: what waits to be written waits where it lies in that tier.
+    """
     remote = spec.cache.tiers.remote
-    if remote is None:
-        return 0
-    mooncake = remote.mooncake
-    client = mooncake.buffer + (mooncake.segment or 0) if mooncake is not None else 0
-    return remote.write_queue + client
+    mooncake = remote.mooncake if remote is not None else None
+    return mooncake.buffer + (mooncake.segment or 0) if mooncake is not None else 0
 
 
 def in_mebibytes(size: int) -> str:

@@ -19,7 +19,14 @@ from kvcache_operator.models import (
     owned_variable,
 )
 from kvcache_operator.planning.budget import in_mebibytes, with_margin
-from kvcache_operator.planning.places import CONFIG_MOUNT, GIB, HOME, RUNTIME_MOUNT, SECRETS
+from kvcache_operator.planning.places import (
+    CONFIG_MOUNT,
+    GIB,
+    HOME,
+    RUNTIME_MOUNT,
+    SECRETS,
+    termination_grace_s,
+)
 
 DEFAULT_BLOCK_TOKENS = {Device.CUDA: 16, Device.CPU: 128}
 """vLLM's block size where no `--block-size` is given."""
@@ -170,6 +177,20 @@ def _template_problems(spec: KVCacheSpec) -> list[Problem]:
             found.append(Problem(f"{at}.{kind}", f"{twice} is given twice; keep one"))
     if found:
         return found
+    grace, least = pod.get("terminationGracePeriodSeconds"), termination_grace_s(spec)
+    if isinstance(grace, int) and grace < least:
+        text = (
+            f"{grace} seconds end before the requests that spec.engine.drainTimeout waits for; "
+            f"write {least} or more, or a shorter drainTimeout"
+        )
+        found.append(Problem(f"{at}.terminationGracePeriodSeconds", text))
+    for kind in ("containers", "initContainers"):
+        for container in pod.get(kind, ()):
+            names = [entry["name"] for entry in container.get("env") or () if _has_name(entry)]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                where = f"{at}.{kind}[{container['name']}].env"
+                found.append(Problem(where, f"{twice} is given twice; keep one"))
     for container in pod.get("containers", ()):
         name, where = container["name"], f"{at}.containers[{container['name']}]"
         if name not in OWNED_CONTAINERS:

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from kvcache.config import ConfigError, LMCacheEngineConfig, explain
-from kvcache.config.live import is_live
 from kvcache_operator.errors import Problem, ResourceError
 from kvcache_operator.models import DiskTier, KVCacheSpec, RemoteTier, Tiers, Transfer
 from kvcache_operator.planning.budget import Budget
@@ -73,6 +69,7 @@ def config_yaml(config: LMCacheEngineConfig, with_seed: bool) -> str:
     tiers["cpu"]["capacity"] = size_text(read.cpu.capacity)
     if read.disk is not None:
         tiers["disk"]["capacity"] = size_text(read.disk.capacity)
+        tiers["disk"]["write_queue"] = size_text(read.disk.write_queue)
     if read.remote is not None:
         tiers["remote"]["write_queue"] = size_text(read.remote.write_queue)
         if read.remote.mooncake is not None:
@@ -80,28 +77,11 @@ def config_yaml(config: LMCacheEngineConfig, with_seed: bool) -> str:
             mooncake["buffer"] = size_text(read.remote.mooncake.buffer)
             if "segment" in mooncake:
                 mooncake["segment"] = size_text(read.remote.mooncake.segment)
+    for written, plugin in zip(tiers.get("plugins", ()), read.plugins, strict=True):
+        written["write_queue"] = size_text(plugin.write_queue)
     for salt, tenant in read.tenants.items():
         tiers["tenants"][salt]["quota"] = size_text(tenant.quota)
     return yaml.safe_dump(values, sort_keys=True)
-
-
-def restart_digest(text: str) -> str:
-    """Hex; equal for two texts of `config_yaml` that a running pod can go between without a restart.
-
-    Over what is written and not over all that the engine knows, so that a later version's new field, at its
-    default, replaces no pod.
-    """
-    kept = {name: value for name, value in _leaves(yaml.safe_load(text), "") if not is_live(name)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and not is_live(name):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def size_text(size: int) -> str:
@@ -126,6 +106,7 @@ def _tiers(tiers: Tiers, budget: Budget, files: Files) -> dict[str, Any]:
                 "write": plugin.write,
                 "admission": plugin.admission,
                 "deadline_ms": plugin.deadline * 1000,
+                "write_queue": size_text(plugin.write_queue),
             }
             for plugin in tiers.plugins
         ]
@@ -152,6 +133,8 @@ def _disk(disk: DiskTier) -> dict[str, Any]:
         "write": disk.write,
         "direct_io": disk.direct_io,
         "engine": disk.engine,
+        "deadline_ms": disk.deadline * 1000,
+        "write_queue": size_text(disk.write_queue),
     }
 
 
@@ -173,6 +156,7 @@ def _remote(remote: RemoteTier, files: Files) -> dict[str, Any]:
             "database": valkey.database,
             "username": valkey.username,
             "password_file": _file(files, "valkey-password"),
+            "sentinel_password_file": _file(files, "sentinel-password"),
             "tls": None
             if valkey.tls is None
             else {
@@ -197,6 +181,7 @@ def _remote(remote: RemoteTier, files: Files) -> dict[str, Any]:
             "protocol": mooncake.protocol,
             "device": mooncake.device or "",
             "buffer": size_text(mooncake.buffer),
+            "admin_endpoint": mooncake.admin_endpoint,
             **({"segment": size_text(mooncake.segment)} if mooncake.segment is not None else {}),
         }
     return values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths inside a pod and the names of what belongs to a resource."""
+"""Paths inside a pod, the names of what belongs to a resource, and how long a pod takes to end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ TOKEN_KEY = "token"  # noqa: S105
 RUNTIME_MOUNT = "/run/kvcache"
 HOME = "/home/kvcache"
 DISK_VOLUME = "disk"
+
+PRE_STOP_S = 5
+"""A stopping pod goes on serving for this long, since load balancers learn of its end a little late."""
+_TERMINATION_MARGIN_S = 10
+"""Beyond the drain: for vLLM to end its processes after the last request."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Names:
             connection=f"{name}-connection",
             token_secret=own.name if own is not None else f"{name}-admin-token",
         )
+
+
+def termination_grace_s(spec: KVCacheSpec) -> int:
+    """Seconds that a pod gets from the wish that it ends to its being killed."""
+    return int(PRE_STOP_S + spec.engine.drain_timeout + _TERMINATION_MARGIN_S)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,8 @@ def secret_files(spec: KVCacheSpec) -> tuple[SecretFiles, ...]:
     if remote is not None and remote.valkey is not None:
         valkey, at = remote.valkey, "spec.cache.tiers.remote.valkey"
         add("valkey-password", f"{at}.passwordSecretRef", valkey.password_secret_ref)
+        sentinels = valkey.sentinel_password_secret_ref
+        add("sentinel-password", f"{at}.sentinelPasswordSecretRef", sentinels)
         if valkey.tls is not None:
             add("valkey-ca", f"{at}.tls.caSecretRef", valkey.tls.ca_secret_ref)
             client = valkey.tls.client_secret_ref
