@@ -17,6 +17,7 @@ import torch
 from kvcache.bench import policy_cli
 from kvcache.bench.alloc import alloc_results
 from kvcache.bench.disk import SIZES, disk_results
+from kvcache.bench.down import down_results
 from kvcache.bench.hashing import hash_results
 from kvcache.bench.lmcache_kernel import lmcache_results
 from kvcache.bench.machine import machine
@@ -65,6 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--object-mib", type=int, action="append", help="only objects of this size; may be repeated"
     )
     remote.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    down = what.add_parser("down", help="what a remote tier costs vLLM while its server is down, on the CPU")
+    down.add_argument("--model", required=True, help="folder of the model")
+    down.add_argument("--tokens", type=int, default=512, help="of a prompt")
+    down.add_argument("--rounds", type=int, default=40)
+    down.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     for part in (*add_parsers(what), policy_cli.add_parser(what)):
         part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(arguments)
@@ -151,6 +157,14 @@ def _remote(options: argparse.Namespace) -> dict[str, Any]:
     return {"remote": _rows(map(dataclasses.asdict, results), columns)}
 
 
+def _down(options: argparse.Namespace) -> dict[str, Any]:
+    if min(options.tokens, options.rounds - 1) < 1:
+        raise ValueError("--tokens must be above 0 and --rounds above 1")
+    results = down_results(options.model, tokens=options.tokens, rounds=options.rounds)
+    columns = "fault state deadline_s first_extra_s requests with_s without_s ratio low high quick_ratio"
+    return {"down": _rows(map(dataclasses.asdict, results), columns)}
+
+
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
     return {options.what: run(options)[0]}
 
@@ -162,6 +176,7 @@ _MEASURES = {
     "alloc": _alloc,
     "scheduler": _scheduler,
     "disk": _disk,
+    "down": _down,
     "policy": policy_cli.run,
     "remote": _remote,
 }

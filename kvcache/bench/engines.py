@@ -38,6 +38,8 @@ class Setup:
     """Full CUDA graphs for decoding steps; else eager."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vllm.LLM."""
+    tiers: dict[str, Any] = field(default_factory=dict)
+    """Of ours, below host memory."""
 
 
 def available(mode: str, device: str) -> str:
@@ -61,7 +63,7 @@ def connector_config(setup: Setup) -> dict[str, Any] | None:
             "kv_connector_extra_config": {
                 "chunk_size": _CHUNK_TOKENS,
                 "use_layerwise": setup.mode == LAYERWISE,
-                "tiers": {"cpu": {"capacity": str(capacity)}},
+                "tiers": {"cpu": {"capacity": str(capacity)}, **setup.tiers},
             },
         }
     if setup.mode == NATIVE:

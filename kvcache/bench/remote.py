@@ -82,7 +82,7 @@ def remote_results(
         ValueError: there is no such store, and no server to start.
         RuntimeError: the store did not do what it was asked.
     """
-    with _server() if url is None else _given(url) as place:
+    with _own_url() if url is None else _given(url) as place:
         config = parse_url(place).model_copy(update={"deadline_ms": DEADLINE_MS, "write_queue": 1 << 40})
         for size in sizes:
             yield from _compare(config, size, max(2, total_bytes // size), rounds)
@@ -331,14 +331,29 @@ def _given(url: str) -> Iterator[str]:
 
 
 @contextmanager
-def _server() -> Iterator[str]:
-    """The URL of a server on loopback that keeps nothing on disk, ended afterwards."""
+def _own_url() -> Iterator[str]:
+    port = free_port()
+    with valkey_server(port):
+        yield f"valkey://127.0.0.1:{port}"
+
+
+def free_port() -> int:
+    """Of loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def valkey_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of Valkey or Redis on loopback that keeps nothing on disk, ended afterwards.
+
+    Raises:
+        ValueError: there is none on this machine.
+    """
     binary = which("valkey-server") or which("redis-server") or _packaged()
     if binary is None:
         raise ValueError("there is neither valkey-server nor redis-server here; install one, or give --url")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
@@ -348,7 +363,7 @@ def _server() -> Iterator[str]:
                 with socket.socket() as sock:
                     if sock.connect_ex(("127.0.0.1", port)) == 0:
                         break
-            yield f"valkey://127.0.0.1:{port}"
+            yield process
         finally:
             process.kill()
             process.wait()

@@ -128,10 +128,14 @@ class Lane:
         health = self.tier.health()
         return (health.ready or health.readable) and not self.stalled()
 
+    def accepts(self) -> bool:
+        """Whether it takes objects, as far as it knows itself."""
+        health = self.tier.health()
+        return health.ready or health.writable
+
     def writable(self) -> bool:
         """Whether it takes objects now."""
-        health = self.tier.health()
-        return (health.ready or health.writable) and not self.stalled()
+        return self.accepts() and not self.stalled()
 
     def admits(self, key: CacheEngineKey) -> bool:
         """Whether to write a chunk that is there to be written once more."""

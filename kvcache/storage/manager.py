@@ -37,7 +37,8 @@ _MOST_QUEUED = 4
 _AHEAD = 16
 """Part of host memory that is kept free where what leaves is written below."""
 _CLOSE_TIMEOUT_S = 10.0
-_LAST_WRITES_S = 5.0
+_LAST_WRITES_S = 3.0
+"""For what waits to be written when the engine ends: vLLM ends a worker that takes much longer."""
 
 
 class StorageManager:
@@ -204,22 +205,35 @@ class StorageManager:
         return [cpu, *(self._lane_stats(lane) for lane in self.lanes)]
 
     def close(self, *, free: bool = True) -> None:
-        """Gives what waits to be written a moment, ends the tiers below, then frees host memory. It is left
-        as it is where a tier does not end: the tier may still write there.
+        """Has what waits to be written below, and what only host memory has (write-back), written within some
+        seconds, ends the tiers below, then frees host memory. What is not written by then is counted and
+        logged. Host memory is left as it is where a tier does not end: the tier may still write there.
 
         Args:
             free: False leaves host memory as it is in any case: copies still run.
         """
         deadline = time.monotonic() + _LAST_WRITES_S
+        for writer in self._writers:
+            writer.ending = True
+        for writer in self._writing("Back"):
+            writer.limit_bytes = self.cpu.stats().capacity_bytes  # it is of no other use any more
+            writer.offer(self.cpu.lacking(self.cpu.newest_chains(), writer.lane.bit))
         while self._own_background and self._writes_wait() and time.monotonic() < deadline:
             time.sleep(_LAST_WRITES_S / 1000)
         self._background.close(_CLOSE_TIMEOUT_S)
+        states = [lane.tier.health().state for lane in self.lanes]
+        for writer in self._writers:
+            writer.give_up()
         closing = [threading.Thread(target=lane.tier.close, daemon=True) for lane in self.lanes]
         for thread in closing:
             thread.start()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in closing:
             thread.join(max(0.0, deadline - time.monotonic()))
+        for writer, state in zip(self._writers, states, strict=True):
+            if writer.lost_at_end:
+                text = "KV cache: %d chunks were not written to the tier %s (%s) before the end"
+                logger.warning(text, writer.lost_at_end, writer.lane.name, state)
         if any(thread.is_alive() for thread in closing):
             logger.warning("KV cache: a tier did not close within %g s; its memory is left", _CLOSE_TIMEOUT_S)
         elif free:

@@ -112,6 +112,17 @@ class Residents:
             rest.extend(new)
         return found
 
+    def newest_chains(self) -> list[CacheEngineKey]:
+        """All keys, those of the chains that grew last first, each chain from its start on."""
+        found: dict[CacheEngineKey, None] = {}
+        for key in reversed(self.entries):
+            chain: list[CacheEngineKey] = []
+            while key in self.entries and key not in found:
+                chain.append(key)
+                key = _parent_key(key, self.entries[key].parent)
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
+
     def clear(self) -> None:
         self.entries.clear()
         self._children.clear()

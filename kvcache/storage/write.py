@@ -68,14 +68,24 @@ class Writer:
         self._batches: set[int] = set()
         self._barriers: list[_Barrier] = []
         self._dropped: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        self.ending = False
+        """The engine is: what is not written from now on never will be."""
+        self.lost_at_end = 0
+        """Chunks that were to be written when the engine ended and were not."""
 
     @property
     def pending_bytes(self) -> int:
         return self._pending_bytes
 
     def offer(self, keys: Iterable[CacheEngineKey]) -> None:
-        """Chunks in host memory that are to be written. One that is to leave and is not taken is gone."""
-        refused = [key for key in keys if not self._take_in(key)]
+        """Chunks in host memory that are to be written. One that is to leave and is not taken is gone. A tier
+        that is down costs those who store nothing: it is not asked."""
+        if self.lane.accepts():
+            refused = [key for key in keys if not self._take_in(key)]
+        else:
+            refused = list(keys)
+            with self._lock:
+                self._failed(len(refused))
         for key in refused:
             self._cpu.left(key)
         if self._waiting:
@@ -99,6 +109,15 @@ class Writer:
         if not barrier.batches:
             barrier.future.set_result(None)
         return barrier.future
+
+    def give_up(self) -> None:
+        """What waits is not written any more, and counted."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+            self.lane.count.writes_dropped += len(waiting)
+            self.lost_at_end += len(waiting)
+        for item in waiting:
+            self._finish(item)
 
     def _take_in(self, key: CacheEngineKey) -> bool:
         """False if the chunk will not be written, or is not there any more."""
@@ -164,7 +183,7 @@ class Writer:
                 self._cpu.taken_below(item.object.key, self.lane.bit)
             with self._lock:
                 self.lane.count.writes_declined += outcome is PutOutcome.DECLINED
-                self.lane.count.write_failures += outcome is PutOutcome.FAILED
+                self._failed(outcome is PutOutcome.FAILED)
             self._finish(item)
         with self._lock:
             self._batches.discard(number)
@@ -175,6 +194,11 @@ class Writer:
         for barrier in passed:
             barrier.future.set_result(None)
         self._run_soon(self._pump)
+
+    def _failed(self, count: int) -> None:
+        """Counts, under the lock."""
+        self.lane.count.write_failures += count
+        self.lost_at_end += count if self.ending else 0
 
     def _finish(self, item: _Item) -> None:
         """The chunk waits no more, written or not."""

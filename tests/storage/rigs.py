@@ -77,9 +77,8 @@ class Rig:
             Lane(index, tier, **{"write": self.write, "clock": self.clock, **self.lane})
             for index, tier in enumerate(self.tiers)
         ]
-        self.storage = StorageManager(
-            self.tier, lanes, pins=self.pins, run_soon=self.soon.append, clock=self.clock, **self.manager
-        )
+        more = {"run_soon": self.soon.append, **self.manager}
+        self.storage = StorageManager(self.tier, lanes, pins=self.pins, clock=self.clock, **more)
 
     def work(self) -> None:
         while self.soon:

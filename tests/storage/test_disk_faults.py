@@ -194,6 +194,29 @@ def test_file_under_anothers_name_is_not_served(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """A pipe, say, under an object's name, which an open would wait on for ever."""
+    rig = Rig()
+    tier = rig.open(tmp_path)
+    objects = rig.objects(3)
+    keys = [obj.key for obj in objects]
+    put_all(tier, objects)
+    file = file_of(tmp_path, keys[1])
+    file.unlink()
+    make(file)
+    drained(tier)
+    rig.read(tier, keys)
+    assert rig.read(tier, keys) == [rig.payloads[keys[0]], None, rig.payloads[keys[2]]]
+    assert tier.health().ready
+    tier.close()
+    make(tmp_path / LAYOUT / file.with_suffix(".part").name)
+    again = rig.open(tmp_path)
+    assert again.health().ready
+    assert rig.read(again, keys) == [rig.payloads[keys[0]], None, rig.payloads[keys[2]]]
+    again.close()
+
+
 def test_file_that_somebody_removed_is_a_miss(tmp_path: Path) -> None:
     rig = Rig()
     tier = rig.open(tmp_path)

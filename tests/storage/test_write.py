@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.storage.tier import NO_PARENT, ClearScope, Health
+from kvcache.storage import manager, write
+from kvcache.storage.futures import done
+from kvcache.storage.tier import NO_PARENT, ClearScope, Health, PutOutcome
 from kvcache.storage.tiers.cpu import Outcome
 from tests.storage.doubles import DoubleTier
 from tests.storage.rigs import SHAPE, Rig, chain, payload_of
@@ -123,6 +125,26 @@ def test_a_tier_that_raises_does_not_end_the_writer() -> None:
     rig.check_clean()
 
 
+@pytest.mark.parametrize("mode", ["Through", "Back"])
+def test_a_tier_that_is_down_is_not_asked_to_write(mode: str) -> None:
+    remote = DoubleTier("remote")
+    remote.state = Health("RemoteUnreachable", "start it")
+    rig = Rig([remote], slots=4, write=mode)
+    assert [rig.store(chain(f"{number}-", 1)) for number in range(9)] == [[Outcome.RESERVED]] * 9
+    assert not rig.soon
+    assert remote.calls == []
+    stats = rig.storage.stats()[1]
+    assert stats.write_failures == (9 if mode == "Through" else stats.write_failures) > 0
+    remote.state = Health("Ready")
+    rig.store(keys := chain("a", 1))
+    rig.begin("r", keys)
+    rig.work()
+    remote.answer_all()
+    assert mode == "Back" or list(remote.objects) == keys
+    rig.storage.release("r")
+    rig.check_clean()
+
+
 def test_a_tier_that_is_down_is_not_offered_old_chunks() -> None:
     disk = DoubleTier()
     rig = Rig([disk], slots=16)
@@ -206,6 +228,70 @@ def test_whatever_comes_from_below_goes_without_a_write() -> None:
     disk.answer_all()
     assert rig.tier.lookup(keys) < 8
     rig.check_clean()
+
+
+# The end
+
+
+OWN_THREAD = {"run_soon": None}
+
+
+def test_what_only_host_memory_has_is_written_at_the_end() -> None:
+    disk = DoubleTier(prompt=True)
+    rig = Rig([disk], slots=16, write="Back", manager=OWN_THREAD)
+    rig.below(disk, below := chain("below", 2))
+    rig.begin("r", below)
+    rig.storage.release("r")
+    keys = chain("a", 9)
+    rig.store(keys)
+    assert set(disk.objects) == set(below)
+    rig.storage.close()
+    assert set(disk.objects) == {*below, *keys}, "more than what may wait while it serves"
+    check_below(disk)
+    assert rig.storage.stats()[1].writes_dropped == 0
+
+
+def test_another_ranks_chunks_are_not_written_at_the_end() -> None:
+    disk = DoubleTier(prompt=True)
+    rig = Rig([disk], slots=16, write="Back", manager={**OWN_THREAD, "writes_below": False})
+    rig.store(chain("a", 3))
+    rig.storage.close()
+    assert disk.objects == {}
+
+
+def test_the_newest_chains_are_written_first_each_from_its_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "BATCH_OBJECTS", 1)
+    disk = DoubleTier(prompt=True)
+    rig = Rig([disk], slots=32, write="Back", manager=OWN_THREAD)
+    old, other, new = chain("old", 3), chain("other", 2), chain("new", 2)
+    rig.store(old, last=2)
+    rig.store(other)
+    rig.store(new)
+    rig.store(old, first=2)
+    rig.storage.close()
+    assert list(disk.objects) == [*old, *new, *other]
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_what_is_not_written_at_the_end_is_counted_and_logged(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manager, "_LAST_WRITES_S", 0.05)
+    monkeypatch.setattr(write, "BATCH_OBJECTS", 1)
+    disk = DoubleTier()
+    if how == "fails":
+        disk.state = Health("DiskFull", "make room")
+        monkeypatch.setattr(disk, "put", lambda objects: done([PutOutcome.FAILED] * len(objects)))
+    rig = Rig([disk], slots=16, write="Back", manager=OWN_THREAD)
+    keys = chain("a", 7)
+    rig.store(keys)
+    with caplog.at_level("WARNING", "vllm.kvcache"):
+        rig.storage.close()
+    assert disk.objects == {}
+    stats = rig.storage.stats()[1]
+    assert stats.writes_dropped + stats.write_failures == len(keys)
+    state = "DiskFull" if how == "fails" else "Ready"
+    assert f"7 chunks were not written to the tier disk ({state}) before the end" in caplog.text
 
 
 # Clearing

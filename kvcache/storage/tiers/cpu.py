@@ -287,6 +287,11 @@ class CpuTier:
             payload = entry.obj.buffer.toreadonly()
             return StoredObject(key, entry.obj.num_tokens, payload, entry.tenant, entry.parent)
 
+    def newest_chains(self) -> list[CacheEngineKey]:
+        """All visible keys, those of the chains that grew last first, each chain from its start on."""
+        with self._lock:
+            return self._room.index.newest_chains()
+
     def lacking(self, keys: Iterable[CacheEngineKey], tiers: int) -> list[CacheEngineKey]:
         """Those of the visible keys that not all of the tiers below (bits) have taken."""
         with self._lock:

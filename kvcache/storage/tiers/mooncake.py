@@ -18,6 +18,7 @@ import importlib
 import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvcache.config.tiers import MooncakeConfig, RemoteTierConfig
@@ -77,7 +78,7 @@ class MooncakeClient(RemoteClient):
 
     def ping(self, place: str, due: float) -> None:
         if self._store is None:
-            self._reach_master(due)  # without one, the set-up tries for a minute and a half
+            self._reach_master(due)
             self._store = self._set_up()
         if self.store.batch_is_exist([PREFIX + ".ping"])[0] < 0:
             raise RemoteError(UNREACHABLE, f"{self.where} does not answer; is it running there?")
@@ -168,10 +169,17 @@ class MooncakeClient(RemoteClient):
         return self._store
 
     def _reach_master(self, due: float) -> None:
+        """That it lives, not only its machine: the set-up holds Python's own lock, so that one which waits
+        for a silent master would stop all that the process does. A master ends a connection on which
+        something else than a call comes."""
         host, _, port = self._config.master.rpartition(":")
         try:
             with socket.create_connection((host, int(port)), max(0.001, due - time.monotonic())) as sock:
                 self._own_address = sock.getsockname()[0]
+                sock.settimeout(max(0.001, due - time.monotonic()))
+                with suppress(ConnectionResetError):
+                    sock.sendall(bytes(64))
+                    sock.recv(1)
         except OSError as error:
             text = f"{self.where}: {error or 'no answer in time'}; is it running there?"
             raise RemoteError(UNREACHABLE, text, missed=isinstance(error, TimeoutError)) from error

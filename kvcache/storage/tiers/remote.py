@@ -17,12 +17,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
+from kvcache.config.base import Strict
+from kvcache.config.tiers import RemoteTierConfig
 from kvcache.stats import TierStats
 from kvcache.storage.health import BreakerPolicy
 from kvcache.storage.object_format import HEADER_BYTES, ObjectFormatError, encode_object, open_object
@@ -161,6 +163,17 @@ class RemoteTier(Tier):
     def clear(self, scope: ClearScope) -> Future[Cleared]:
         failed = Cleared(0, 0, 0, complete=False, detail="an error of our own; see the log")
         return self._later(lambda: clear(self._client, scope, self._context.pinned, self._deadline_s), failed)
+
+    def adapt(self, config: Strict) -> Collection[str]:
+        """Takes over deadline and queue of another configuration; the names of these fields."""
+        if not isinstance(config, RemoteTierConfig):
+            return ()
+        deadline_s = config.deadline_ms / 1000
+        if deadline_s != self._deadline_s:
+            self._client.set_time(deadline_s)
+            self._deadline_s = self._places.deadline_s = deadline_s
+        self._write_queue_bytes = config.write_queue
+        return ("deadline_ms", "write_queue")
 
     def health(self) -> Health:
         return self._places.health()

@@ -51,6 +51,13 @@ class DeadlineError(RemoteError):
         super().__init__(SLOW, detail, missed=True)
 
 
+class RefusedError(RemoteError):
+    """The store answered that it does not do it: it serves, and may do something else."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(FAILED, detail)
+
+
 class Expired(Exception):  # noqa: N818 -- no error: nobody waits any more
     """The target of a read was given back to its owner."""
 
@@ -196,6 +203,9 @@ class RemoteClient(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends connections, also those in use."""
+
+    def set_time(self, time_s: float) -> None:  # noqa: B027 -- most take each call's own
+        """The longest that one request takes from now on, where the store's own client has to know."""
 
     def release(self) -> None:  # noqa: B027 -- most have nothing left
         """After `close`, when no thread is in a call any more."""

@@ -23,7 +23,7 @@ class Places:
     Args:
         name: of the tier.
         client: of the store.
-        deadline_s: of a probe.
+        deadline_s: of a probe; may be changed.
         policy: of the breakers.
         alarms: wakes the probes.
     """
@@ -34,7 +34,7 @@ class Places:
         self.pace = Pace()
         self._name = name
         self._client = client
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._policy = policy
         self._alarms = alarms
         self._prober = Workers(1, f"{name}-probe")
@@ -51,7 +51,7 @@ class Places:
             breaker.open(Problem(CONNECTING, f"{self._client.where} has not answered yet; it is being asked"))
             self._prober.submit(partial(self._probe, place, breaker))
         self._prober.submit(asked.set)
-        asked.wait(self._deadline_s)
+        asked.wait(self.deadline_s)
 
     def closed(self, place: str) -> bool:
         """Whether the place's breaker is closed: it may be asked."""
@@ -102,7 +102,7 @@ class Places:
     def close(self) -> bool:
         """Whether no probe runs any more."""
         self._closed = True
-        return self._prober.close(self._deadline_s)
+        return self._prober.close(self.deadline_s)
 
     def _breaker(self, place: str) -> Breaker:
         breaker = self._breakers.get(place)
@@ -121,7 +121,7 @@ class Places:
         started = time.monotonic()
         first = breaker.memory.pause_s == 0
         try:
-            self._client.ping(place, started + self._deadline_s)
+            self._client.ping(place, started + self.deadline_s)
         except RemoteError as error:
             breaker.probe_failed(Problem(error.reason, error.detail))
             if first:

@@ -47,6 +47,7 @@ from kvcache.storage.tiers.remote_client import (
     Listed,
     Load,
     Read,
+    RefusedError,
     RemoteClient,
     RemoteError,
     Write,
@@ -93,7 +94,9 @@ class S3Client(RemoteClient):
         self.where = f"s3 bucket {config.bucket} at {self._place}"
         self._prefix = config.prefix.strip("/")
         self._time_s = time_s
+        self._config = config
         self._conditional = True
+        self._refused = False
         self._store = make_store(config, time_s)
         self._ranges = ThreadPoolExecutor(connections, "remote-range")
 
@@ -136,8 +139,15 @@ class S3Client(RemoteClient):
         self, place: str, source: Iterator[Write], time_s: float
     ) -> Generator[tuple[Write, PutOutcome], None, None]:
         for write in source:
-            with self._errors(time.monotonic() + time_s):
-                outcome = self._write(write)
+            try:
+                with self._errors(time.monotonic() + time_s):
+                    outcome = self._write(write)
+            except RefusedError as error:
+                # Full, say: S3 has no word for it. What is there can be read.
+                outcome = PutOutcome.FAILED
+                if not self._refused:
+                    self._refused = True
+                    logger.warning("KV cache: %s; %s", error.detail, self.when_full)
             yield write, outcome
 
     def remove(self, place: str, names: Sequence[str], due: float) -> int:
@@ -162,6 +172,10 @@ class S3Client(RemoteClient):
             return bytes(await obstore.get_range_async(self._store, path, start=0, length=HEADER_BYTES))
 
         return self._each(header, names, due)
+
+    def set_time(self, time_s: float) -> None:
+        self._store = make_store(self._config, time_s)
+        self._time_s = time_s
 
     def close(self) -> None:
         """Requests end by their own time."""
@@ -264,8 +278,9 @@ class S3Client(RemoteClient):
             text = str(error)
             if " 401 " in text or " 403 " in text:
                 raise RemoteError(DENIED, f"{self.where} does not let us in: {_short(error)}") from error
-            reason = FAILED if "status code" in text else UNREACHABLE
-            raise RemoteError(reason, f"{self.where}: {_short(error)}; is it running there?") from error
+            if "status code" in text:
+                raise RefusedError(f"{self.where}: {_short(error)}") from error
+            raise RemoteError(UNREACHABLE, f"{self.where}: {_short(error)}; is it running there?") from error
         except (ValueError, RuntimeError) as error:  # too long an answer, the file of credentials, closed
             raise RemoteError(FAILED, f"{self.where}: {_short(error)}") from error
 

@@ -48,7 +48,6 @@ def test_a_restarted_vllm_hits_what_was_stored_before(
         assert answer.tokens == reference(prompt)
         assert answer.cached_tokens == len(prompt) // CHUNK * CHUNK
     assert second.scheduler_stats.hit_cache_tokens == {"cpu": 0, "disk": 5 * CHUNK}
-    assert second.scheduler_stats.lookup_waits == 2
     assert [tier.hit_tokens for tier in second.rank_stats.tiers] == [0, 5 * CHUNK]
     if hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):  # from vLLM 0.32 on
         assert second.metric("vllm:prompt_tokens_cached_by_source", "disk") == 5 * CHUNK
@@ -82,6 +81,25 @@ def test_what_host_memory_gave_up_comes_back_from_disk(
     assert [engine.answer(prompt).tokens for prompt in prompts] == reference.all(prompts)
     assert engine.scheduler_stats.hit_cache_tokens["disk"] > 0
     engine.check_clean()
+
+
+def test_with_write_back_the_end_of_vllm_writes_what_only_host_memory_has(
+    start_engine: StartEngine, reference: Reference, make_prompt: MakePrompt, tmp_path: Path
+) -> None:
+    config = disk(tmp_path)
+    config["tiers"]["disk"]["write"] = "Back"
+    prompts = [make_prompt(3 * CHUNK + 70), make_prompt(CHUNK + 3)]
+    first = start_engine(config)
+    assert [answer.tokens for answer in first.answers(prompts)] == reference.all(prompts)
+    assert first.rank_stats.tiers[1].objects == 0
+    first.check_clean()
+    first.close()
+    second = start_engine(config)
+    answers = second.answers(prompts)
+    assert [answer.tokens for answer in answers] == reference.all(prompts)
+    assert [answer.cached_tokens for answer in answers] == [3 * CHUNK, CHUNK]
+    assert second.scheduler_stats.hit_cache_tokens == {"cpu": 0, "disk": 4 * CHUNK}
+    second.check_clean()
 
 
 @pytest.mark.parametrize("indexed", [True, False])

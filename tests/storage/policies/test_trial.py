@@ -71,13 +71,12 @@ def test_who_hits_more_wins(rival: type[Rival[int]], one_in: int, monkeypatch: p
     rng = random.Random()
     good: Trial[int] = Trial(40 * one_in, rival, 0.02)
     bad: Trial[int] = Trial(40 * one_in, rival, 0.02)
-    assert not good.won
+    assert (good.won, bad.won) == (False, False)
     keys = (key * one_in + rng.randrange(one_in) for key in scanned(rng, 6_000 * one_in))
     for key, use in uses_of(keys, 40 * one_in):
         good.use(key, use, ONCE_ONLY)
         bad.use(key, use, ONCE_FIRST)
-    assert good.won
-    assert not bad.won
+    assert (good.won, bad.won) == (True, False)
 
 
 def test_nobody_wins_where_both_do_the_same() -> None:

@@ -47,6 +47,8 @@ class FaultProxy:
         self._sockets: list[socket.socket] = []
         self._running = True
         self.accepted = 0
+        self.met = 0
+        """How often a fault did something to a connection or a piece."""
         self._thread(self._accept)
 
     @property
@@ -72,6 +74,7 @@ class FaultProxy:
                 return
             self.accepted += 1
             if self.fault.refuse:
+                self.met += 1
                 # Linger of 0: a reset instead of a proper end.
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                 client.close()
@@ -90,19 +93,24 @@ class FaultProxy:
         passed = 0
         with suppress(OSError):
             while data := source.recv(PIECE):
+                self.met += self.fault.hang
                 while self.fault.hang and self._running:
                     time.sleep(0.01)
                 fault = self.fault
-                if fault.delay_s:
+                if fault.delay_s or fault.bytes_per_second:
+                    self.met += 1
                     time.sleep(fault.delay_s)
                 if fault.bytes_per_second:
                     time.sleep(len(data) / fault.bytes_per_second)
                 if from_server:
                     if fault.drop_after is not None and passed >= fault.drop_after:
+                        self.met += 1
                         continue
                     if fault.flip_after is not None and passed >= fault.flip_after:
+                        self.met += 1
                         data = self._flipped(data)
                     if fault.truncate_after is not None and passed + len(data) > fault.truncate_after:
+                        self.met += 1
                         sink.sendall(data[: max(0, fault.truncate_after - passed)])
                         break
                 sink.sendall(data)

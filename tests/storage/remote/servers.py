@@ -118,7 +118,8 @@ def weed_server(binary: str, folder: Path, access_key: str, secret_key: str, *op
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     names = ("master", "volume", "filer", "s3")
     ports = {name: (free_port(), free_port()) for name in names}
-    command = [binary, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command = [binary, f"-logdir={folder}", "server", f"-dir={folder / 'data'}"]
+    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-filer", "-s3", "-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=128", "-volume.max=8"]
     command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]

@@ -128,6 +128,29 @@ def test_a_master_that_comes_late_is_restarted_and_hangs(
     tier.close()
 
 
+def test_a_master_that_is_silent_from_the_start(
+    mooncake_package: str, tmp_path: Path, rig: Rig, request: pytest.FixtureRequest
+) -> None:
+    """The client's own set-up would hold up all of the process until it answers."""
+    master, http = mooncake_master(mooncake_package, tmp_path / "master")
+    request.addfinalizer(master.stop)
+    master.start()
+    assert master.process is not None
+    os.kill(master.process.pid, signal.SIGSTOP)
+    try:
+        tier = make_tier(config_of((master, http), segment="32Mi"), deadline_s=0.3)
+        assert tier.health().state in ("RemoteUnreachable", "RemoteConnecting")
+        eventually(lambda: "timed out" in tier.health().detail)
+        assert tier.head([rig.object().key]).done()
+    finally:
+        os.kill(master.process.pid, signal.SIGCONT)
+    eventually(lambda: tier.health().ready)
+    objects = rig.objects(2)
+    assert put(tier, objects) == [PutOutcome.STORED] * 2
+    assert get(tier, objects) == payloads(objects)
+    tier.close()
+
+
 def test_a_buffer_that_is_too_small(mooncake_package: str) -> None:
     from kvcache.memory.formats import KVShape
     from tests.storage.disk_rigs import SHAPE

@@ -290,6 +290,19 @@ def test_connections_that_break(proxy: FaultProxy, prefix: str, rig: Rig) -> Non
     tier.close()
 
 
+def test_another_deadline_counts_at_once(proxy: FaultProxy, prefix: str, rig: Rig) -> None:
+    tier = proxied(proxy, prefix, deadline_s=0.05)
+    objects = rig.objects(4)
+    config = s3_config(f"http://{proxy.endpoint}", {"deadline_ms": 20_000}, prefix=prefix)
+    assert set(tier.adapt(config)) == {"deadline_ms", "write_queue"}
+    proxy.fault = Fault(delay_s=0.06)  # longer than the deadline was
+    eventually(lambda: tier.health().ready)
+    assert put(tier, objects) == [PutOutcome.STORED] * 4
+    assert get(tier, objects) == payloads(objects)
+    assert proxy.met > 0
+    tier.close()
+
+
 def test_closing_while_the_server_hangs(proxy: FaultProxy, prefix: str, rig: Rig) -> None:
     tier = proxied(proxy, prefix)
     proxy.fault = Fault(hang=True)

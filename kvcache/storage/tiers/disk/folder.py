@@ -12,12 +12,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcache.storage.object_format import ObjectFormatError
 from kvcache.storage.tier import ALIGNMENT
 from kvcache.storage.tiers.disk.ledger import FILE as LEDGER_FILE
 from kvcache.storage.tiers.disk.ledger import Ledger, Totals
@@ -41,7 +43,7 @@ class Scan:
     parts: list[ObjectName] = field(default_factory=list)
     """Being written, or left by a writer that died."""
     unknown: list[str] = field(default_factory=list)
-    """Names of files that are none of ours: left alone and not counted."""
+    """Names of what is none of ours: left alone and not counted."""
 
 
 @dataclass
@@ -218,21 +220,29 @@ class Folder:
         # A descriptor of its own: two who list share no position.
         fd = os.open(".", _FOLDER, dir_fd=self.fd)
         try:
-            names = os.listdir(fd)  # noqa: PTH208 -- a descriptor, and names alone
+            with os.scandir(fd) as entries:
+                files = [(entry.name, entry.is_file(follow_symlinks=False)) for entry in entries]
         finally:
             os.close(fd)
-        for text in names:
-            raw = parse_name(text)
+        for text, is_file in files:
+            raw = parse_name(text) if is_file else None
             if raw is not None:
                 found.objects.append(raw)
-            elif (part := parse_name(text, PART_SUFFIX)) is not None:
+            elif is_file and (part := parse_name(text, PART_SUFFIX)) is not None:
                 found.parts.append(ObjectName(part))
             elif text not in (LEDGER_FILE, PROBE_FILE):
                 found.unknown.append(text)
         return found
 
     def open_object(self, name: ObjectName, *, direct: bool) -> int:
-        """A descriptor to read it. Raises OSError."""
+        """A descriptor to read it.
+
+        Raises:
+            OSError: the file system says so.
+            ObjectFormatError: it is no file: a pipe, say, which would be waited for.
+        """
+        if not stat.S_ISREG(os.stat(name.file, dir_fd=self.fd, follow_symlinks=False).st_mode):
+            raise ObjectFormatError("ObjectForeign", "it is no file")
         return os.open(name.file, _READ | (os.O_DIRECT if direct else 0), dir_fd=self.fd)
 
     def modified(self, name: ObjectName) -> float | None:
@@ -267,9 +277,13 @@ class Folder:
     def is_dead(self, part: ObjectName) -> bool:
         """Whether nobody writes the part. Asked within a section."""
         try:
-            fd = os.open(part.part, _READ, dir_fd=self.fd)
+            fd = os.open(part.part, _READ | os.O_NONBLOCK, dir_fd=self.fd)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a symbolic link, which nobody of ours made
+                return False
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

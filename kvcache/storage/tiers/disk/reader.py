@@ -57,6 +57,8 @@ class Reader:
                 store.lost(entry, folder)
             except OSError as error:
                 directory.failed(error)
+            except ObjectFormatError as error:
+                store.discard(entry, error.reason, str(error))
             else:
                 found[fd] = (position, entry)
                 yield Source(want, fd)
