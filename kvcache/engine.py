@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -22,94 +22,13 @@ from kvcache.gpu_connector.base import layer_slices
 from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
 from kvcache.gpu_connector.paged import BulkConnector
-from kvcache.memory.objects import MemoryObj
-from kvcache.storage.lane import Lane
+from kvcache.plans import LoadCopies, Loaded, LoadPlan, OnLoaded, StoreCopies, StorePlan
 from kvcache.storage.manager import StorageManager
 from kvcache.storage.tier import NO_PARENT, NO_TENANT
 from kvcache.storage.tiers.cpu import Outcome
-from kvcache.tokens.database import Chunk, ChunkedTokenDatabase
-from kvcache.tokens.keys import CacheEngineKey
+from kvcache.tokens.database import ChunkedTokenDatabase
 
 logger = logging.getLogger("vllm.kvcache")
-
-
-@dataclass(eq=False)
-class _Copies:
-    """Chunks on their way from or to the pages."""
-
-    completion: Completion
-    chunks: list[Chunk]
-    objs: list[MemoryObj]
-    owner: str
-    started: float
-    keep: bool = True
-    """False: a store whose chunks are given back unseen once nothing is written to them any more."""
-    on_stored: Callable[[], None] = lambda: None
-    on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None
-    sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
-    """Of a load: the tiers below that chunks were fetched from for it."""
-
-
-@dataclass
-class _Plan:
-    """Chunks of a window and their memory."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    objs: list[MemoryObj] = field(default_factory=list)
-    skipped: int = 0
-
-    @property
-    def starts(self) -> list[int]:
-        return [chunk.start for chunk in self.chunks]
-
-    @property
-    def ends(self) -> list[int]:
-        return [chunk.end for chunk in self.chunks]
-
-
-@dataclass
-class _StorePlan(_Plan):
-    """Reserved chunks; tokens count from the window's start."""
-
-    stored: int = 0
-    """Stored or on their way."""
-    acknowledged: int = 0
-    """Without a gap once the reserved ones are visible."""
-
-    def copies(
-        self, completion: Completion, started: float, on_stored: Callable[[int], None], *, keep: bool = True
-    ) -> _Copies:
-        done = partial(on_stored, self.acknowledged)
-        return _Copies(completion, self.chunks, self.objs, "", started, keep, done)
-
-
-@dataclass
-class _LoadPlan(_Plan):
-    """Leased chunks."""
-
-    owner: str = ""
-    sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
-    """Tiers below that chunks were fetched from for this load."""
-
-    def mask(self, num_tokens: int) -> torch.Tensor:
-        """bool [tokens]: what is wanted and there."""
-        result = torch.zeros(num_tokens, dtype=torch.bool)
-        if self.chunks:
-            result[max(self.skipped, self.chunks[0].start) : self.chunks[-1].end] = True
-        return result
-
-    def copies(
-        self, completion: Completion, started: float, on_loaded: Callable[[int, float], None]
-    ) -> _Copies:
-        return _Copies(
-            completion,
-            self.chunks,
-            self.objs,
-            self.owner,
-            started,
-            on_loaded=on_loaded,
-            sources=self.sources,
-        )
 
 
 @dataclass
@@ -122,11 +41,23 @@ class EngineCounters:
     failures: Counter[str] = field(default_factory=Counter)
 
 
+CopiesT = TypeVar("CopiesT", StoreCopies, LoadCopies)
+
+
+def _take_done(running: list[CopiesT]) -> list[CopiesT]:
+    """Taken out before anything follows: what fails in one must neither come again nor keep the others."""
+    done = [copies for copies in running if copies.completion.done()]
+    if done:
+        running[:] = [copies for copies in running if copies not in done]
+    return done
+
+
 class LMCacheEngine:
     """Store, retrieve and lookup for one rank.
 
-    `store`, `retrieve` and `poll` belong to the thread that runs the model; `lookup`, `lookup_unpin` and what
-    they stand on are thread-safe, since the lookup server answers from its own thread.
+    `store`, `retrieve` and its like, and `poll` belong to the thread that runs the model; `lookup`,
+    `lookup_unpin` and what they stand on are thread-safe, since the lookup server answers from its own
+    thread.
     """
 
     def __init__(
@@ -143,8 +74,8 @@ class LMCacheEngine:
         self._layer_connector = layer_connector
         self.counters = EngineCounters()
         self._clock = clock
-        self._stores: list[_Copies] = []
-        self._loads: list[_Copies] = []
+        self._stores: list[StoreCopies] = []
+        self._loads: list[LoadCopies] = []
         self._load_numbers = itertools.count()
 
     @property
@@ -280,10 +211,10 @@ class LMCacheEngine:
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
         lookup_id: str = "",
-        ordered: bool = True,
-        on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None,
+        on_loaded: OnLoaded = lambda loaded: None,
     ) -> torch.Tensor:
-        """Copies stored KV into the pages and ends the lease once that is done.
+        """Copies stored KV into the pages and ends the lease once that is done. On a GPU whatever the model's
+        stream is given afterwards waits for the copies.
 
         Args:
             tokens: token ids of the window; may be left out where `digests` is given.
@@ -291,32 +222,38 @@ class LMCacheEngine:
             slot_mapping: int64, one a token of the window; -1 leaves a token's page as it is.
             digests: 16 bytes a chunk of the window.
             lookup_id: the owner of the lease that the lookup took; without one the window is looked up here.
-            ordered: on a GPU, whatever the model's stream is given afterwards waits for the copies.
-            on_loaded: called once when the copies are done, with their bytes and seconds; with 0 bytes where
-                there was nothing to copy.
+            on_loaded: called once when the copies are done; with 0 bytes where there was nothing to copy.
 
         Returns:
             bool [tokens]: True where the KV was wanted and is now (or, where the slot is -1, could have been)
             in the pages. It is True without a gap from the first wanted token on.
         """
         plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
-        if not plan.chunks:
-            self.storage.release(plan.owner)
-            on_loaded(0, 0.0)
-            return plan.mask(len(slot_mapping))
-        started = self._clock()
-        try:
-            completion = self.gpu_connector.batched_to_gpu(
-                plan.objs, plan.starts, plan.ends, slot_mapping=slot_mapping, ordered=ordered
-            )
-        except BaseException:
-            self.storage.release(plan.owner)
-            raise
-        self._loads.append(plan.copies(completion, started, on_loaded))
         result = plan.mask(len(slot_mapping))
-        self.counters.loaded_tokens += int(result.sum())
+        copies = self._start_load(plan, slot_mapping, on_loaded, self.gpu_connector.batched_to_gpu)
+        if copies is not None:
+            copies.counted = True
+            self.counters.loaded_tokens += int(result.sum())
         self.poll()
         return result
+
+    def retrieve_beside(
+        self,
+        tokens: Sequence[int] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        digests: bytes | None = None,
+        lookup_id: str = "",
+        on_loaded: OnLoaded,
+    ) -> None:
+        """As `retrieve`, but beside the model: nobody waits for the pages, and nobody reads or writes them
+        before `on_loaded` says what is there. The copies are queued by another thread, so that this call is
+        short however much is loaded; on a GPU they start after what the model's stream was given before it.
+        """
+        plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
+        self._start_load(plan, slot_mapping, on_loaded, self.gpu_connector.feed_to_gpu)
+        self.poll()
 
     def retrieve_layer(
         self,
@@ -326,7 +263,7 @@ class LMCacheEngine:
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
         lookup_id: str = "",
-        on_loaded: Callable[[int, float], None] = lambda num_bytes, seconds: None,
+        on_loaded: OnLoaded = lambda loaded: None,
     ) -> Generator[torch.Tensor | None, None, None]:
         """As `retrieve`, but a layer a step, so that copies run beside the layers' attention.
 
@@ -350,7 +287,7 @@ class LMCacheEngine:
             finished = last.error is None
         finally:
             # Copies that run read the chunks until they are done, whether anybody still wants them or not.
-            self._loads.append(plan.copies(last, started, on_loaded))
+            self._loads.append(LoadCopies(last, plan, len(slot_mapping), started, on_loaded, counted=True))
             self.poll()
         result = plan.mask(len(slot_mapping)) & finished
         self.counters.loaded_tokens += int(result.sum())
@@ -363,16 +300,17 @@ class LMCacheEngine:
 
         It raises nothing: the error of one copy, or of whoever waits for it, is no other's.
         """
-        for running, finish in ((self._loads, self._finish_load), (self._stores, self._finish_store)):
-            done = [copies for copies in running if copies.completion.done()]
-            # Taken out first: what fails in one must neither come again nor keep the others.
-            running[:] = [copies for copies in running if copies not in done]
-            for copies in done:
-                try:
-                    finish(copies)
-                except Exception as error:
-                    self.counters.failures[type(error).__name__] += 1
-                    logger.exception("KV cache: what follows a finished copy failed")
+        for load in _take_done(self._loads):
+            self._follow(load, self._finish_load)
+        for store in _take_done(self._stores):
+            self._follow(store, self._finish_store)
+
+    def _follow(self, copies: CopiesT, finish: Callable[[CopiesT], None]) -> None:
+        try:
+            finish(copies)
+        except Exception as error:
+            self.counters.failures[type(error).__name__] += 1
+            logger.exception("KV cache: what follows a finished copy failed")
 
     def order_after_stores(self) -> None:
         """Whatever the model's stream is given from now on waits until running stores have read their
@@ -383,16 +321,41 @@ class LMCacheEngine:
     def drain(self, timeout_s: float) -> bool:
         """Waits for all copies; False if some are not done in time."""
         deadline = self._clock() + timeout_s
-        for copies in (*self._loads, *self._stores):
-            copies.completion.wait(max(0.0, deadline - self._clock()))
+        running = [load.completion for load in self._loads]
+        running += [store.completion for store in self._stores]
+        for completion in running:
+            completion.wait(max(0.0, deadline - self._clock()))
         self.poll()
         return not (self._loads or self._stores)
 
     def close(self) -> None:
-        """Waits for the copies that run, then frees the tiers' memory."""
+        """Waits for the copies that run, then frees the tiers' memory. Loads beside the model that were not
+        queued in full end with an error."""
+        self.gpu_connector.close()
         self.storage.close(free=self.drain(timeout_s=10.0))
 
-    def _finish_store(self, copies: _Copies) -> None:
+    def _start_load(
+        self,
+        plan: LoadPlan,
+        slot_mapping: torch.Tensor,
+        on_loaded: OnLoaded,
+        copy: Callable[..., Completion],
+    ) -> LoadCopies | None:
+        """None where there is nothing to copy: it has ended then."""
+        if not plan.chunks:
+            self.storage.release(plan.owner)
+            on_loaded(Loaded(plan.mask(len(slot_mapping))))
+            return None
+        started = self._clock()
+        try:
+            completion = copy(plan.objs, plan.starts, plan.ends, slot_mapping=slot_mapping)
+        except BaseException:
+            self.storage.release(plan.owner)
+            raise
+        self._loads.append(LoadCopies(completion, plan, len(slot_mapping), started, on_loaded))
+        return self._loads[-1]
+
+    def _finish_store(self, copies: StoreCopies) -> None:
         keys = [chunk.key for chunk in copies.chunks]
         if copies.keep:
             self.storage.publish(keys, self._clock() - copies.started)
@@ -401,19 +364,24 @@ class LMCacheEngine:
             self.storage.cpu.abandon(keys)
         copies.on_stored()
 
-    def _finish_load(self, copies: _Copies) -> None:
-        num_bytes = sum(obj.nbytes for obj in copies.objs)
+    def _finish_load(self, copies: LoadCopies) -> None:
+        plan, error = copies.plan, copies.completion.error
+        moved = copies.completion.moved(len(plan.chunks))
+        num_bytes = sum(obj.nbytes for obj in plan.objs[:moved])
         seconds = self._clock() - copies.started
         tokens = 0
-        for chunk in copies.chunks:
-            lane = copies.sources.get(chunk.key)
+        for chunk in plan.chunks[:moved]:
+            lane = plan.sources.get(chunk.key)
             if lane is None:
                 tokens += chunk.end - chunk.start
             else:
                 lane.count.hit_tokens += chunk.end - chunk.start
         self.storage.cpu.count_read(num_bytes, seconds, tokens)
-        self.storage.release(copies.owner)
-        copies.on_loaded(num_bytes, seconds)
+        self.storage.release(plan.owner)
+        there = plan.mask(copies.num_tokens, moved)
+        if not copies.counted:
+            self.counters.loaded_tokens += int(there.sum())
+        copies.on_loaded(Loaded(there, num_bytes, seconds, error))
 
     def _plan_store(
         self,
@@ -423,7 +391,7 @@ class LMCacheEngine:
         digests: bytes | None,
         tenant: bytes,
         parent: bytes,
-    ) -> _StorePlan:
+    ) -> StorePlan:
         """Reserves memory for the window's chunks that are not stored yet, up to the first without room."""
         skipped = self._skipped(mask, num_tokens)
         chunks = list(self.database.chunks(self._digests(tokens, digests), num_tokens))
@@ -432,7 +400,7 @@ class LMCacheEngine:
                 f"the mask starts with {skipped} False, which is no multiple of the chunk size "
                 f"{self.database.chunk_size}; round it down"
             )
-        plan = _StorePlan(skipped=skipped, stored=skipped, acknowledged=skipped)
+        plan = StorePlan(skipped=skipped, stored=skipped, acknowledged=skipped)
         contiguous = True
         parents = [parent, *(chunk.key.chunk_hash for chunk in chunks)]
         for chunk, before in zip(chunks, parents, strict=False):
@@ -459,7 +427,7 @@ class LMCacheEngine:
         slot_mapping: torch.Tensor,
         digests: bytes | None,
         lookup_id: str,
-    ) -> _LoadPlan:
+    ) -> LoadPlan:
         """The window's wanted chunks that are there, from the first on without a gap, under a lease."""
         num_tokens = len(slot_mapping)
         skipped = self._skipped(mask, num_tokens)
@@ -473,7 +441,7 @@ class LMCacheEngine:
         if len(objs) < len(wanted):
             # The lease ran out, or there was none: what is still there is as good.
             objs = self.storage.cpu.leased(keys[: self.storage.lookup_and_lease(keys, owner)], owner)
-        return _LoadPlan(wanted[: len(objs)], objs, skipped, owner, sources)
+        return LoadPlan(wanted[: len(objs)], objs, skipped, owner, sources)
 
     def _digests(self, tokens: Sequence[int] | None, digests: bytes | None) -> bytes:
         if digests is not None:

@@ -210,8 +210,9 @@ class LMCacheManager:
 
     def start_lookup_client(self, world_size: int) -> LookupClient:
         """The scheduler's way to ask `world_size` ranks. Raises IpcError."""
-        client = LookupClient(self.runtime_dir, world_size, self.config.lookup_timeout_ms / 1000)
-        client.hello(self.config.lookup_timeout_ms / 1000)
+        timeout_s = self.config.lookup_timeout_ms / 1000
+        client = LookupClient(self.runtime_dir, world_size, timeout_s, call_own=True)
+        client.hello(timeout_s)
         self.lookup_client = client
         return client
 

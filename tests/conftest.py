@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
@@ -26,9 +27,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("kvcache")
 
+SOCKETS = tempfile.mkdtemp(prefix="kvc-", dir="/tmp")
+"""Of vLLM, which leaves them behind; a short path, as in `socket_dir`."""
+atexit.register(shutil.rmtree, SOCKETS, ignore_errors=True)
+
 # Read by vLLM when it is imported, here and in the processes that tests start: no hub, no usage report, the
 # smallest KV space (GiB) on the CPU.
-os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_RPC_BASE_PATH=SOCKETS,
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,6 +60,16 @@ def tiny_model() -> Path:
 
     target = MODELS / "tiny-llama"
     made_once(target, tiny_llama.made_from(), tiny_llama.make)
+    return target
+
+
+@pytest.fixture(scope="session")
+def tiny_mla_model() -> Path:
+    """Folder of a random model with MLA (2 layers, a latent of 576); see tests/models/tiny_mla."""
+    from tests.models import tiny_mla
+
+    target = MODELS / "tiny-mla"
+    made_once(target, tiny_mla.made_from(), tiny_mla.make)
     return target
 
 

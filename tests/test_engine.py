@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from kvcache.engine import LMCacheEngine
+from kvcache.gpu_connector import transfer
+from kvcache.gpu_connector.feed import cut
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.memory.allocator import ChunkAllocator, KVShape
 from kvcache.memory.region import HostRegion
+from kvcache.plans import Loaded
 from kvcache.storage.manager import StorageManager
 from kvcache.storage.policies import LRUPolicy
 from kvcache.storage.tiers.cpu import CpuTier
@@ -263,3 +269,76 @@ def test_a_caller_that_fails_does_not_keep_the_others() -> None:
     assert rig.engine.counters.failures["RuntimeError"] == 2
     assert [rig.engine.lookup(window) for window in windows] == [CHUNK] * 3
     rig.engine.close()
+
+
+def _wait(rig: Rig, ended: list[Loaded]) -> Loaded:
+    """What the load beside the model comes to."""
+    assert rig.engine.drain(timeout_s=30)
+    (loaded,) = ended
+    return loaded
+
+
+def test_a_load_beside_the_model_fills_the_pages(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (5 * CHUNK + 3,)).tolist()
+    source = rig.slots(len(tokens))
+    expected = rig.read(source).clone()
+    rig.engine.store(tokens, slot_mapping=source)
+    rig.fill()
+    target = rig.slots(len(tokens))
+    before = rig.read(target).clone()
+    rig.engine.lookup(tokens, lookup_id="request", pin=True)
+    ended: list[Loaded] = []
+    rig.engine.retrieve_beside(
+        tokens, mask(len(tokens), CHUNK), slot_mapping=target, lookup_id="request", on_loaded=ended.append
+    )
+    loaded = _wait(rig, ended)
+    there = (torch.arange(len(tokens)) >= CHUNK) & (torch.arange(len(tokens)) < 5 * CHUNK)
+    assert torch.equal(loaded.there, there)
+    assert (loaded.error, loaded.num_bytes > 0) == (None, True)
+    assert torch.equal(rig.read(target), torch.where(there[None, :, None, None], expected, before))
+    assert rig.engine.counters.loaded_tokens == 4 * CHUNK
+
+
+def test_a_load_beside_the_model_that_breaks_off_says_what_came(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(0, 1000, (5 * CHUNK,)).tolist()
+    source = rig.slots(len(tokens))
+    expected = rig.read(source).clone()
+    rig.engine.store(tokens, slot_mapping=source)
+    rig.fill()
+    monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
+    queue, calls = transfer.PageTransfer._queue, itertools.count()
+
+    def break_off(*arguments: Any) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("the device says no")
+        queue(*arguments)
+
+    monkeypatch.setattr(transfer.PageTransfer, "_queue", break_off)
+    ended: list[Loaded] = []
+    rig.engine.retrieve_beside(tokens, slot_mapping=source, on_loaded=ended.append)
+    loaded = _wait(rig, ended)
+    assert torch.equal(loaded.there, torch.arange(len(tokens)) < 2 * CHUNK)
+    assert "says no" in str(loaded.error)
+    assert torch.equal(rig.read(source)[:, : 2 * CHUNK], expected[:, : 2 * CHUNK])
+    assert rig.engine.counters.loaded_tokens == 2 * CHUNK
+
+
+def test_a_load_beside_the_model_of_nothing_ends_at_once(rig: Rig) -> None:
+    ended: list[Loaded] = []
+    rig.engine.retrieve_beside([1] * CHUNK, slot_mapping=rig.slots(CHUNK), on_loaded=ended.append)
+    assert [(loaded.num_bytes, bool(loaded.there.any())) for loaded in ended] == [(0, False)]
+
+
+def test_a_load_beside_the_model_ends_with_the_engine() -> None:
+    """Its end is heard of, and its memory is freed after it."""
+    rig = make_rig()
+    tokens = torch.randint(0, 1000, (5 * CHUNK,)).tolist()
+    slots = rig.slots(len(tokens))
+    rig.engine.store(tokens, slot_mapping=slots)
+    ended: list[Loaded] = []
+    rig.engine.retrieve_beside(tokens, slot_mapping=slots, on_loaded=ended.append)
+    rig.engine.close()
+    assert len(ended) == 1
+    assert rig.tier().stats().leases == 0

@@ -17,11 +17,15 @@ class Completion(abc.ABC):
     """Copies that were queued. Thread-safe."""
 
     error: Exception | None = None
-    """Why the copies were not made; None where they were or will be."""
+    """Why the copies were not made, or not all; None where they were or will be."""
 
     @abc.abstractmethod
     def done(self) -> bool:
         """Whether the copies are complete: their memory may be read, or given away."""
+
+    def moved(self, chunks: int) -> int:
+        """Of the `chunks` chunks that were to be copied, how many were, from the first on."""
+        return chunks if self.error is None else 0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds (None: without end); whether the copies are complete."""

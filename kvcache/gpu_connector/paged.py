@@ -54,17 +54,16 @@ class BulkConnector(PagedConnector):
         ends: Sequence[int],
         *,
         slot_mapping: torch.Tensor,
-        ordered: bool = True,
         **kwargs: Any,
     ) -> Completion:
-        """Loads the objects into the pages of their tokens.
+        """Loads the objects into the pages of their tokens; what the current stream is given next waits for
+        them.
 
         Args:
             memory_objs: resident objects.
             starts: index into the slot mapping of each object's first token.
             ends: one past its last.
             slot_mapping: int64, -1 for a token whose page is left as it is.
-            ordered: what the current stream is given next waits for the pages.
             **kwargs: `kvcaches`, as `initialize_kvcaches_ptr`.
 
         Raises:
@@ -73,7 +72,25 @@ class BulkConnector(PagedConnector):
         """
         registered_once(self, kwargs)
         chunks = self._chunks(memory_objs, starts, ends, slot_mapping, self.fmt)
-        return self.transfer.load(chunks, ordered=ordered)
+        return self.transfer.load(chunks)
+
+    def feed_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        slot_mapping: torch.Tensor,
+    ) -> Completion:
+        """As `batched_to_gpu`, but beside the model (`PageTransfer.feed`). An object that does not fit its
+        tokens raises; whatever else fails is the completion's `error`.
+        """
+        return self.transfer.feed(self._chunks(memory_objs, starts, ends, slot_mapping, self.fmt))
+
+    def close(self) -> None:
+        """Ends what `feed_to_gpu` has not handed over yet, with an error."""
+        if self._transfer is not None:
+            self._transfer.close()
 
     def batched_from_gpu(
         self,

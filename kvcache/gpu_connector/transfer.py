@@ -8,20 +8,24 @@ pages (`ordered`). Stored pages must stay as they are until the completion, or u
 `Completion.order_current_stream` has put their reading before what the stream is given next: a store must not
 hold up a model that does not write there. A staged load's DMA starts at once: only its second half, from the
 ring to the pages, waits.
+
+All of this is queued by the caller's thread, except a `feed`: a load that nobody on the model's stream waits
+for is handed over slice by slice by another thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvcache import _native
+from kvcache.gpu_connector.feed import Feed, Feeder, cut
 from kvcache.gpu_connector.interface import Completed, Completion, EventCompletion
+from kvcache.gpu_connector.transfer_plan import Chunks, TransferWay, Way
+
+__all__ = ["RING_SLOTS", "RING_SLOT_BYTES", "Chunks", "PageTransfer", "TransferWay", "Way"]
 
 _HIGH_PRIORITY = -1
 RING_SLOT_BYTES = 16 << 20
@@ -29,57 +33,6 @@ RING_SLOT_BYTES = 16 << 20
 RING_SLOTS = 4
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
-
-
-class Way(Enum):
-    """How bytes cross the link."""
-
-    HOST = "host"
-    """Both sides are host memory."""
-    STAGED = "staged"
-    """Gathered on a few multiprocessors into a ring in device memory, then one DMA; the other way round to
-    load.
-    """
-    DIRECT = "direct"
-    """A kernel reads or writes page-locked host memory itself."""
-    STRIDED_DMA = "strided_dma"
-    """The copy engine walks pages and chunks by itself; no multiprocessor is used."""
-
-
-@dataclass(frozen=True)
-class TransferWay:
-    """The way of one direction, and what it reached when it was measured.
-
-    Attributes:
-        blocks: thread blocks of a launch: the multiprocessors in use; 0 where no kernel runs.
-        bytes_per_s: measured at start-up; 0.0 where nothing was measured.
-        link_bytes_per_s: a plain page-locked copy in the same run.
-    """
-
-    way: Way
-    blocks: int = 0
-    bytes_per_s: float = 0.0
-    link_bytes_per_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks of memory and their tokens.
-
-    Attributes:
-        addresses: uint64, of each chunk.
-        starts: int64, each chunk's first index into `slots`.
-        ends: int64, one past its last.
-        slots: int64, -1 for a token that is left out.
-    """
-
-    addresses: npt.NDArray[np.uint64]
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-
-    def arguments(self) -> tuple[Any, Any, Any, Any]:
-        return self.addresses, self.starts, self.ends, self.slots
 
 
 class PageTransfer:
@@ -90,9 +43,9 @@ class PageTransfer:
         ring_slot_bytes: of a staging ring's slots (on a GPU: two rings of `RING_SLOTS` in device memory).
 
     Attributes:
-        store_way: the way of stores, `load_way` that of loads, and `quiet_load_way` that of loads that no
-            stream waits for, which had better leave the model its multiprocessors; `ways.choose_ways`
-            measures and sets them.
+        store_way: the way of stores, `load_way` that of loads, and `quiet_load_way` that of those that no
+            stream waits for (`feed`) and that had better leave the model its multiprocessors;
+            `ways.choose_ways` measures and sets them.
         store_stream: where stores are queued, None on the CPU; `load_stream` likewise.
     """
 
@@ -100,6 +53,7 @@ class PageTransfer:
         self.pages = pages
         self._ring_slot_bytes = ring_slot_bytes
         self._rings: dict[bool, _native.StagingRing] = {}
+        self._feeder = Feeder()
         self.store_stream: torch.cuda.Stream | None = None
         self.load_stream: torch.cuda.Stream | None = None
         if pages.device < 0:
@@ -166,15 +120,14 @@ class PageTransfer:
             chunks: where from, resident layout.
             layer_begin: the first layer that the chunks hold.
             layer_end: one past the last, all if None.
-            way: None for `load_way`, or for `quiet_load_way` where not `ordered`.
+            way: None for `load_way`.
             ordered: what the current stream is given next waits for the pages; else the caller sees to it
                 (`Completion.order_current_stream`).
 
         Raises:
             ValueError: as `store`.
         """
-        measured = self.load_way if ordered else self.quiet_load_way
-        way = self._possible(measured if way is None else way, chunks)
+        way = self._possible(self.load_way if way is None else way, chunks)
         layers = {"layer_begin": layer_begin, "layer_end": layer_end}
         stream = self.load_stream
         if stream is None:
@@ -186,6 +139,43 @@ class PageTransfer:
         if ordered:
             completion.order_current_stream()
         return completion
+
+    def feed(self, chunks: Chunks) -> Feed:
+        """Chunks to pages, all layers, beside the model: the call returns before anything is queued, and no
+        stream waits for the pages. Copies start after whatever the current stream was given before the call.
+
+        What `load` raises is the `error` of the feed.
+        """
+        pages_free = None
+        if self.load_stream is not None:
+            pages_free = torch.cuda.current_stream(self.pages.device).record_event()
+        token_bytes = self.pages.layout.token_bytes * self.pages.num_layers
+        feed = Feed(cut(chunks, token_bytes), partial(self._feed_slice, pages_free), self._behind_loads)
+        self._feeder.start(feed)
+        return feed
+
+    def close(self) -> None:
+        """Feeds that were not handed over in full end with an error. What is queued still runs."""
+        self._feeder.close()
+
+    def _feed_slice(self, pages_free: torch.cuda.Event | None, part: Chunks) -> Completion:
+        """On the feeder's thread, which has no stream of its own."""
+        way = self._possible(self.quiet_load_way, part)
+        stream = self.load_stream
+        if stream is None or pages_free is None:
+            self._queue(part, False, way, {}, 0)
+            return Completed()
+        stream.wait_event(pages_free)
+        self._queue(part, False, way, {}, stream.cuda_stream)
+        return self._behind_loads()
+
+    def _behind_loads(self) -> Completion:
+        """All loads that are queued now. Whoever waits for it sleeps instead of asking again and again."""
+        if self.load_stream is None:
+            return Completed()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.load_stream.record_event(event)
+        return EventCompletion(event)
 
     def _possible(self, way: TransferWay, chunks: Chunks) -> TransferWay:
         """The way, or staging where the chunks are in memory that is not page-locked (yet), which only the

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from kvcache.gpu_connector.feed import SLICES_IN_FLIGHT
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.transfer import Chunks, PageTransfer, TransferWay, Way
 
@@ -56,6 +57,10 @@ def choose_ways(transfer: PageTransfer) -> None:
     transfer.store_way = _best(measured[True], _GOOD_ENOUGH)
     transfer.load_way = _best(measured[False], _AS_GOOD)
     transfer.quiet_load_way = _best(measured[False], _GOOD_ENOUGH)
+    # So many loads at once take their tables from memory that is page-locked now, not while requests decode.
+    slices = [transfer.load(chunks, way=transfer.quiet_load_way) for _ in range(SLICES_IN_FLIGHT + 1)]
+    for load in slices:
+        load.wait()
 
 
 def scratch_chunks(transfer: PageTransfer, limit_bytes: int = _MEASURED_BYTES) -> tuple[Chunks, torch.Tensor]:

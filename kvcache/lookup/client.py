@@ -19,7 +19,9 @@ import msgspec
 import zmq
 
 from kvcache.ipc import Client, Done, IpcError, NoAnswerError, ReplyT, UnreachableError
+from kvcache.lookup.local import LocalClient
 from kvcache.lookup.ranks import Backoff, Rank
+from kvcache.lookup.server import served_here
 from kvcache.lookup.wire import (
     DIGEST_BYTES,
     MAX_CHUNKS,
@@ -93,6 +95,7 @@ class LookupClient:
         world_size: number of ranks; rank r listens on `lookup.rank<r>.sock`.
         timeout_s: the longest that one lookup takes, for all ranks together.
         session: names this life of the scheduler; random if left out.
+        call_own: ranks that this process serves itself are called instead of asked over their sockets.
 
     Raises:
         IpcError: the sockets' path is too long.
@@ -104,6 +107,8 @@ class LookupClient:
         world_size: int,
         timeout_s: float = 0.5,
         session: str | None = None,
+        *,
+        call_own: bool = False,
     ) -> None:
         self.session = session or secrets.token_hex(8)
         self.counters = LookupCounters()
@@ -115,7 +120,9 @@ class LookupClient:
         self._ranks: list[Rank] = []
         try:
             for rank in range(world_size):
-                client = Client(socket_path(runtime_dir, rank), self._context)
+                path = socket_path(runtime_dir, rank)
+                own = call_own and served_here(path) is not None
+                client = LocalClient(path) if own else Client(path, self._context)
                 self._ranks.append(Rank(rank, client, self.session))
         except IpcError:
             self.close()

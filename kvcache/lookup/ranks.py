@@ -12,6 +12,7 @@ from itertools import islice
 import msgspec
 
 from kvcache.ipc import Client, Done, IpcError, NoAnswerError
+from kvcache.lookup.local import LocalClient
 from kvcache.lookup.wire import Hello, Release
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Rank:
     """One rank's server, as the scheduler sees it."""
 
     number: int
-    client: Client
+    client: Client | LocalClient
     session: str
     backoff: Backoff = field(default_factory=Backoff)
     greeted: bool = False

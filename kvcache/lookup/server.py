@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from kvcache.ipc import Done, Server, ServerCounters
 from kvcache.lookup.wire import (
@@ -24,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class LookupBackend(Protocol):
-    """What the server asks of the engine. Called on the server's thread."""
+    """What the server asks of the engine. Called on the server's thread, or on that of a scheduler in this
+    process."""
 
     def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
         """Leases to `owner` what is stored of the chunks, from the first on without a gap, and begins to
@@ -53,6 +58,16 @@ class StaleSessionError(Exception):
     """A lookup of a scheduler that another one has taken the place of."""
 
 
+_served_here: dict[Path, tuple[int, LookupServer]] = {}
+"""Socket to the process that made its server, which a fork is not, and the server."""
+
+
+def served_here(path: Path) -> LookupServer | None:
+    """The server behind a socket if this process has it."""
+    pid, server = _served_here.get(path, (0, None))
+    return server if pid == os.getpid() else None
+
+
 class LookupServer:
     """Serves one rank's lookups until it is closed.
 
@@ -66,15 +81,14 @@ class LookupServer:
     def __init__(self, runtime_dir: str | Path, rank: int, backend: LookupBackend) -> None:
         self._backend = backend
         self._session: str | None = None
-        self._server = Server(
-            socket_path(runtime_dir, rank),
-            {
-                Hello: self._hello,
-                LookupRequest: self._lookup,
-                Progress: self._progress,
-                Release: self._release,
-            },
-        )
+        self._handlers: dict[type[Any], Callable[[Any], msgspec.Struct]] = {
+            Hello: self._hello,
+            LookupRequest: self._lookup,
+            Progress: self._progress,
+            Release: self._release,
+        }
+        self._server = Server(socket_path(runtime_dir, rank), self._handlers)
+        _served_here[self.path] = (os.getpid(), self)
 
     @property
     def path(self) -> Path:
@@ -86,7 +100,14 @@ class LookupServer:
 
     def close(self) -> None:
         """Ends the thread and removes the socket. Leases stay: they end with the engine."""
+        if _served_here.get(self.path, (0, None))[1] is self:
+            del _served_here[self.path]
         self._server.close()
+
+    def answer(self, message: msgspec.Struct) -> msgspec.Struct:
+        """What the socket would answer, on the caller's thread. Raises what its handler raises."""
+        self.counters.requests += 1
+        return self._handlers[type(message)](message)
 
     def __enter__(self) -> LookupServer:
         return self

@@ -446,6 +446,21 @@ def check_stream_order(small: bool = False) -> None:
             expected = 7.0 * (per_layer - moved) + float(turn + 100) * moved
             assert abs(float(later) / expected - 1) < 1e-3, f"a kernel did not see the load before it: {way}"
 
+        memory.fill_(turn + 200)
+        for tensor in tensors:
+            tensor.fill_(7)
+        _delay(slow)
+        seen = [tensor.double().sum() for tensor in tensors]
+        transfer.quiet_load_way = way
+        feed = transfer.feed(chunks)
+        assert feed.wait(30)
+        assert feed.error is None, f"{feed.error}"
+        for before, tensor in zip(seen, tensors, strict=True):
+            assert float(before) == 7.0 * per_layer, f"a fed load wrote pages that were still read: {way}"
+            expected = 7.0 * (per_layer - moved) + float(turn + 200) * moved
+            found = float(tensor.double().sum())
+            assert abs(found / expected - 1) < 1e-3, f"a fed load ended before its pages were filled: {way}"
+
 
 def check_pinning_beside_a_capture(small: bool = False) -> None:
     """Page-locking in the background neither breaks the capture of a graph nor is it broken by it."""

@@ -441,3 +441,64 @@ def test_more_lookups_than_one_question_holds(socket_dir: Path) -> None:
             client.lookup(name, digests(4))
         rank.reply = LookupReply(4, 4, 4)
         eventually(lambda: all(client.progress(name) == LookupResult(4, False, 4) for name in names))
+
+
+# Ranks in the scheduler's process
+
+
+class OwnRank(Rank):
+    """A rank that knows who called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: set[int] = set()
+
+    def lookup(self, request: LookupRequest, owner: str) -> LookupReply:
+        self.callers.add(threading.get_ident())
+        return super().lookup(request, owner)
+
+
+def test_a_rank_in_this_process_is_called(socket_dir: Path) -> None:
+    rank, hashes = OwnRank(), digests(9)
+    rank.store(hashes, 7)
+    with serving(socket_dir, [rank]) as servers, LookupClient(socket_dir, 1, call_own=True) as client:
+        assert client.hello(1) == []
+        assert client.lookup("r", hashes) == LookupResult(7, False, 7)
+        assert rank.callers == {threading.get_ident()}
+        assert rank.leases == {client.owner("r"): 7}
+        client.cancel("r")
+        assert rank.leases == {}, "at once: nothing is on its way"
+        rank.error = OSError("no disk")
+        assert client.lookup("r", hashes) == LookupResult(0, False)
+        assert (client.counters.failures, client.counters.timeouts) == (1, 0)
+        rank.error = None
+        servers[0].close()
+        assert client.lookup("r", hashes).timed_out
+        # Another server at the same place.
+        with LookupServer(socket_dir, 0, rank):
+            eventually(lambda: client.lookup("r", hashes).chunks == 7)
+
+
+def test_a_rank_of_another_process_is_asked_over_its_socket(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a fork: the server is known here, and its thread is not here."""
+    rank, hashes = OwnRank(), digests(3)
+    rank.store(hashes, 3)
+    with serving(socket_dir, [rank]):
+        own = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: own + 1)
+        with LookupClient(socket_dir, 1, timeout_s=10, call_own=True) as client:
+            assert client.lookup("r", hashes).chunks == 3
+        assert rank.callers
+        assert threading.get_ident() not in rank.callers
+        monkeypatch.undo()
+
+
+def test_a_waiting_lookup_of_a_rank_in_this_process(socket_dir: Path) -> None:
+    rank = SlowRank(0, 5, 1.0)
+    with serving(socket_dir, [rank]), LookupClient(socket_dir, 1, call_own=True) as client:
+        assert client.lookup("r", digests(5)).coming == 5
+        rank.reply = LookupReply(5, 5, 5)
+        wait_for(client, "r", LookupResult(5, False, 5))
+        assert client.settle("r") == 5

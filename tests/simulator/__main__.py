@@ -24,7 +24,8 @@ from image.models.folder import made_once
 from tests.conftest import MODELS
 from tests.models import tiny_llama
 from tests.simulator.cases import random_case
-from tests.simulator.world import Broken, World
+from tests.simulator.checks import Broken
+from tests.simulator.world import World
 
 OPERATIONS_OF_ONE = 500
 _REPORT_EVERY_S = 10.0

@@ -16,7 +16,8 @@ def random_shape(dice: random.Random) -> Shape:
     chunk_size = dice.choice((16, 16, 32))
     block_size = dice.choice((4, 8, 16))
     depth = dice.choice((1, 1, 2))
-    ranks = dice.choice((1, 1, 2, 3))
+    layers = dice.choice(((1,), (2,), (2,), (1, 3), (2, 1, 2)))
+    ranks = dice.choice((1, 1, 2, 3) if len(layers) == 1 else (1, 1, 2))
     behind = dice.random() < 0.6
     tokens_in_pool = dice.choice((160, 320, 640))
     extra = {
@@ -35,13 +36,15 @@ def random_shape(dice: random.Random) -> Shape:
         max_seqs=dice.choice((1, 3, 6)),
         depth=depth,
         ranks=ranks,
-        layers=dice.choice((1, 2)),
+        layers=layers,
+        mla=dice.random() < 0.3,
         behind=behind,
         whole_pages=not behind and dice.random() < 0.5,
         prefix_caching=dice.random() < 0.8,
         role=dice.choice(("kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer")),
-        broken_rank=dice.randrange(ranks) if dice.random() < 0.05 else None,
-        drafts=dice.choice((0, 0, 3)) if depth == 1 else 0,
+        broken_rank=dice.randrange(ranks * len(layers)) if dice.random() < 0.05 else None,
+        # The connector is off for drafts beside a pipeline.
+        drafts=dice.choice((0, 0, 3)) if depth == 1 and len(layers) == 1 else 0,
         below=random_below(dice),
         extra=tuple(extra.items()),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache import _native
+from kvcache.gpu_connector.feed import Feed, cut
 from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.transfer import Chunks, PageTransfer
 
@@ -80,6 +81,19 @@ class Streams:
         return copy
 
 
+class SimulatedFeed(Feed):
+    """The feeding thread gets its turns when somebody looks whether the load is complete."""
+
+    def __init__(self, turns: Callable[[], int], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turns = turns
+
+    def done(self) -> bool:
+        for _ in range(self._turns()):
+            self.advance()
+        return super().done()
+
+
 class SimulatedTransfer(PageTransfer):
     """The host's copies under the rules of `Streams`. Without any (while the pages are registered), as is."""
 
@@ -97,10 +111,37 @@ class SimulatedTransfer(PageTransfer):
         host = super().load
         if self.streams is None:
             return host(chunks, **how)
+        self._check(chunks)
+        return self.streams.queue(lambda: _done(host(chunks, **how)), ordered=ordered)
+
+    def feed(self, chunks: Chunks) -> Feed:
+        host, streams = super().load, self.streams
+        if streams is None:
+            return super().feed(chunks)
+        self._check(chunks)
+
+        before: Completion = Completed()
+
+        def hand_over(part: Chunks) -> Completion:
+            nonlocal before
+            queued_before = before
+
+            def carry_out() -> None:
+                queued_before.order_current_stream()  # a stream keeps its order
+                _done(host(part))
+
+            before = streams.queue(carry_out, ordered=False)
+            return before
+
+        turns = (0, 1, 1, 2)
+        return SimulatedFeed(lambda: streams.dice.choice(turns), cut(chunks, 1, 1), hand_over, lambda: before)
+
+    def _check(self, chunks: Chunks) -> None:
+        """A load writes what was promised to it, and nothing else."""
+        assert self.streams is not None
         for start, end in zip(chunks.starts, chunks.ends, strict=True):
             slots = chunks.slots[start:end]
             self.streams.about_to_write([int(slot) for slot in slots[slots >= 0]])
-        return self.streams.queue(lambda: _done(host(chunks, **how)), ordered=ordered)
 
 
 def _done(completion: Completion) -> None:

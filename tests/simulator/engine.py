@@ -23,7 +23,12 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcache.config.tiers import WriteMode
@@ -57,7 +62,9 @@ class Shape:
         budget: tokens that vLLM schedules in a step.
         max_seqs: requests in a step.
         depth: steps in flight: 2 is asynchronous scheduling.
-        ranks, layers: workers, and layers of each.
+        ranks: of tensor parallelism, in each stage of the pipeline.
+        layers: of each stage.
+        mla: the ranks of a stage hold the same bytes.
         behind: copies run beside the model, as on a GPU.
         whole_pages: a page's bytes are not in the order of its tokens.
         prefix_caching: vLLM's own.
@@ -78,7 +85,8 @@ class Shape:
     max_seqs: int = 6
     depth: int = 1
     ranks: int = 1
-    layers: int = 2
+    layers: tuple[int, ...] = (2,)
+    mla: bool = False
     behind: bool = False
     whole_pages: bool = False
     prefix_caching: bool = True
@@ -90,9 +98,24 @@ class Shape:
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def tier_bytes(self) -> int:
+    def workers(self) -> int:
+        """Ranks of tensor x pipeline parallelism, stage by stage."""
+        return self.ranks * len(self.layers)
+
+    def layers_of(self, worker: int) -> int:
+        return self.layers[worker // self.ranks]
+
+    def lanes_of(self, worker: int) -> int:
+        """Every other stage has wider heads."""
+        return LANES * (1 + worker // self.ranks % 2)
+
+    def named_by(self, worker: int) -> int:
+        """The first of those who hold the same bytes."""
+        return worker - worker % self.ranks if self.mla else worker
+
+    def tier_bytes(self, worker: int) -> int:
         """Chunks take whole pages of 4 KiB."""
-        chunk = self.chunk_size * LANES * 8 * self.layers
+        chunk = self.chunk_size * self.lanes_of(worker) * 8 * self.layers_of(worker)
         return -(-chunk // 4096) * 4096 * self.tier_chunks
 
 
@@ -120,29 +143,14 @@ class Engine:
         self.backends: list[Any] = []
         self.lookups = SimulatedLookups(self.backends, times_out)
         self.config = _vllm_config(shape, model_dir)
-        self._pages = KVCacheConfig(
-            num_blocks=shape.num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec(
-                    [f"layer{layer}" for layer in range(shape.layers)],
-                    FullAttentionSpec(
-                        block_size=shape.block_size,
-                        num_kv_heads=1,
-                        head_size=LANES // 2,
-                        dtype=torch.float64,
-                    ),
-                )
-            ],
-        )
         with self._patched():
             self.ranks = [
-                self._start_rank(rank, dice, copy_fails, about_to_write) for rank in range(shape.ranks)
+                self._start_rank(rank, dice, copy_fails, about_to_write) for rank in range(shape.workers)
             ]
             scheduler_class = AsyncScheduler if shape.depth > 1 else Scheduler
             self.scheduler: Any = scheduler_class(
                 vllm_config=self.config,
-                kv_cache_config=self._pages,
+                kv_cache_config=_pages(shape, 0),
                 block_size=shape.block_size,
                 structured_output_manager=_structured_output(model_dir),
                 log_stats=True,
@@ -181,12 +189,12 @@ class Engine:
         copy_fails: Callable[[], bool],
         about_to_write: Callable[[int, Sequence[int]], None],
     ) -> Rank:
-        shape = self.shape
+        shape, pages = self.shape, _pages(self.shape, number)
+        size = (shape.num_blocks, 1, shape.block_size, shape.lanes_of(number))
         tensors = {
-            name: torch.zeros(shape.num_blocks, 1, shape.block_size, LANES, dtype=torch.float64)
-            for name in self._pages.kv_cache_groups[0].layer_names
+            name: torch.zeros(size, dtype=torch.float64) for name in pages.kv_cache_groups[0].layer_names
         }
-        connector = LMCacheConnectorV1Dynamic(self.config, KVConnectorRole.WORKER, self._pages)
+        connector = LMCacheConnectorV1Dynamic(self.config, KVConnectorRole.WORKER, pages)
         with mock.patch.object(base, "PageTransfer", SimulatedTransfer):
             connector.register_kv_caches(tensors)
         rank = Rank(connector, tensors)
@@ -212,16 +220,22 @@ class _Manager(LMCacheManager):
         if self._simulated.shape.broken_rank == len(self._simulated.backends):
             raise OSError("no memory on this rank")
         # Smaller than a configuration may say, so that tiers are full.
-        cpu = self.config.tiers.cpu.model_copy(update={"capacity": self._simulated.shape.tier_bytes})
+        capacity = self._simulated.shape.tier_bytes(len(self._simulated.backends))
+        cpu = self.config.tiers.cpu.model_copy(update={"capacity": capacity})
         tiers = self.config.tiers.model_copy(update={"cpu": cpu})
         self.config = self.config.model_copy(update={"tiers": tiers})
         return super().start_engine(*arguments, **more)
 
     def _storage(self, cpu: CpuTier, context: Any, pins: PinBook, quotas: Quotas) -> StorageManager:
-        slow = self._simulated.slow
-        lanes = slow.lanes(self._simulated.shape.below)
+        slow, shape = self._simulated.slow, self._simulated.shape
         return StorageManager(
-            cpu, lanes, pins=pins, quotas=quotas, run_soon=slow.soon.append, clock=slow.clock
+            cpu,
+            slow.lanes(shape.below, shape.named_by(len(self._simulated.backends))),
+            pins=pins,
+            quotas=quotas,
+            run_soon=slow.soon.append,
+            clock=slow.clock,
+            writes_below=self._writes_below,
         )
 
     def start_lookup_server(self, rank: int) -> None:
@@ -231,8 +245,29 @@ class _Manager(LMCacheManager):
 
     def start_lookup_client(self, world_size: int) -> LookupClient:
         if self._simulated.shape.sockets:
-            return super().start_lookup_client(world_size)
+            # Not the manager's: it would call the ranks, which are in its process.
+            client = LookupClient(self.runtime_dir, world_size, self.config.lookup_timeout_ms / 1000)
+            client.hello(client.timeout_s)
+            self.lookup_client = client  # to be closed
+            return client
         return cast(LookupClient, self._simulated.lookups)
+
+
+def _pages(shape: Shape, worker: int) -> KVCacheConfig:
+    """Of the layers of a worker's stage; vLLM's scheduler goes by the first stage's."""
+    stage = worker // shape.ranks
+    first = sum(shape.layers[:stage])
+    names = [f"layer{layer}" for layer in range(first, first + shape.layers_of(worker))]
+    kind = MLAAttentionSpec if shape.mla else FullAttentionSpec
+    spec = kind(
+        block_size=shape.block_size,
+        num_kv_heads=1,
+        head_size=shape.lanes_of(worker) // (1 if shape.mla else 2),
+        dtype=torch.float64,
+    )
+    return KVCacheConfig(
+        num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+    )
 
 
 def _vllm_config(shape: Shape, model_dir: Path) -> Any:
@@ -247,6 +282,7 @@ def _vllm_config(shape: Shape, model_dir: Path) -> Any:
     config.scheduler_config.async_scheduling = shape.depth > 1
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.pipeline_parallel_size = len(shape.layers)
     config.device_config = copy.copy(config.device_config)
     config.device_config.device_type = "cuda" if shape.behind else "cpu"
     config.kv_transfer_config = copy.copy(config.kv_transfer_config)

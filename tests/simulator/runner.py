@@ -21,7 +21,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvcache.integration.vllm.connector import LMCacheConnectorV1Dynamic
 from tests.simulator.copies import Streams
-from tests.simulator.values import LANES, Lanes, Model
+from tests.simulator.values import Lanes, Model
 
 
 @dataclass
@@ -191,14 +191,14 @@ class Runner:
         size = self._block_size
         first = start // size
         blocks = table[first : -(-(start + len(kv)) // size)]
-        held = self._model.as_tokens(pages[blocks].reshape(-1, LANES)).copy()
+        held = self._model.as_tokens(pages[blocks].reshape(-1, pages.shape[-1])).copy()
         held[start - first * size :][: len(kv)] = kv
-        pages[blocks] = self._model.as_pages(held).reshape(len(blocks), size, LANES)
+        pages[blocks] = self._model.as_pages(held).reshape(len(blocks), size, -1)
 
     def _wrong_blocks(self, pages: Lanes, state: _State, rank: int, layer: int, end: int) -> set[int]:
         """Blocks that do not hold the KV of the request's tokens up to `end`."""
         blocks = state.blocks[: -(-end // self._block_size)]
-        held = self._model.as_tokens(pages[blocks].reshape(-1, LANES))[:end]
+        held = self._model.as_tokens(pages[blocks].reshape(-1, pages.shape[-1]))[:end]
         wrong = (held != self._model.kv(state.prefixes[:end], rank, layer)).any(axis=1).nonzero()[0]
         return {blocks[int(position) // self._block_size] for position in wrong}
 

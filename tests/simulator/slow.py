@@ -25,18 +25,23 @@ class SlowTiers:
     soon: deque[Callable[[], None]] = field(default_factory=deque)
     """What the background has to do."""
     _hanging: dict[Call, None] = field(default_factory=dict)
+    _of_rank: dict[int, list[DoubleTier]] = field(default_factory=dict)
+    """By the rank that names the objects: ranks that hold the same bytes meet in the same tiers."""
 
     def clock(self) -> float:
         return self.now
 
-    def lanes(self, below: tuple[tuple[WriteMode, bool], ...]) -> list[Lane]:
-        """Of one more rank."""
-        lanes = []
-        for index, (write, indexed) in enumerate(below):
-            tier = DoubleTier(("disk", "remote")[index], indexed=indexed)
-            self.tiers.append(tier)
-            lanes.append(Lane(index, tier, write, deadline_s=DEADLINE_S, clock=self.clock))
-        return lanes
+    def lanes(self, below: tuple[tuple[WriteMode, bool], ...], named_by: int) -> list[Lane]:
+        """Of one more rank, whose objects the rank `named_by` names."""
+        if named_by not in self._of_rank:
+            names = ("disk", "remote")
+            made = [DoubleTier(names[at], indexed=indexed) for at, (_, indexed) in enumerate(below)]
+            self._of_rank[named_by] = made
+            self.tiers.extend(made)
+        return [
+            Lane(index, tier, write, deadline_s=DEADLINE_S, clock=self.clock)
+            for index, (tier, (write, _)) in enumerate(zip(self._of_rank[named_by], below, strict=True))
+        ]
 
     def advance(self, dice: random.Random, fails: Callable[[], bool], hangs: Callable[[], bool]) -> None:
         """Some time passes: some of what is to be done is done, some calls are answered."""

@@ -11,19 +11,26 @@ from typing import Any
 
 import pytest
 
-from kvcache.engine import LMCacheEngine, _StorePlan
+from kvcache.engine import LMCacheEngine
+from kvcache.gpu_connector.feed import Feed
 from kvcache.gpu_connector.interface import Completed, Completion
+from kvcache.integration.vllm import adapter
 from kvcache.integration.vllm.doubts import Doubts
 from kvcache.integration.vllm.metadata import StepReport
 from kvcache.integration.vllm.scheduler import SchedulerSide
 from kvcache.integration.vllm.windows import Windows
 from kvcache.integration.vllm.worker import WorkerSide
+from kvcache.lookup.client import LookupResult, combined
+from kvcache.lookup.wire import LookupReply
 from kvcache.memory.lease import LeaseBook
+from kvcache.plans import StorePlan
 from kvcache.storage.claims import Claims
 from kvcache.storage.tiers.cpu import CpuTier
 from tests.models import tiny_llama
+from tests.simulator import lookups
+from tests.simulator.checks import Broken
 from tests.simulator.engine import Shape
-from tests.simulator.world import Broken, Faults, World
+from tests.simulator.world import Faults, World
 
 BUSY = Shape(num_blocks=30, tier_chunks=8, behind=True, extra=(("save_decode_cache", True),))
 """Short of blocks and of memory."""
@@ -59,12 +66,12 @@ def _lease_ends_before_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _visible_before_the_copy(patch: pytest.MonkeyPatch) -> None:
-    copies = _StorePlan.copies
+    copies = StorePlan.copies
 
-    def done_at_once(self: _StorePlan, completion: Completion, *arguments: Any, **more: Any) -> Any:
+    def done_at_once(self: StorePlan, completion: Completion, *arguments: Any, **more: Any) -> Any:
         return copies(self, Completed(), *arguments, **more)
 
-    patch.setattr(_StorePlan, "copies", done_at_once)
+    patch.setattr(StorePlan, "copies", done_at_once)
 
 
 def _blocks_of_finished_requests_go_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -173,6 +180,35 @@ def _what_is_computed_meanwhile_is_overwritten(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(CpuTier, "arrived", in_any_case)
 
 
+def _all_ranks_write_the_same_objects(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(adapter, "naming_rank", lambda rank, *_, **__: rank)
+
+
+def _the_rank_with_the_most_says_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    def most(replies: list[LookupReply]) -> LookupResult:
+        return combined([max(replies, key=lambda reply: reply.chunks)])
+
+    patch.setattr(lookups, "combined", most)
+
+
+def _a_load_has_ended_when_it_is_handed_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Feed, "done", lambda self: self._ended.is_set())
+
+
+def _a_broken_load_has_ended_before_its_copies(patch: pytest.MonkeyPatch) -> None:
+    stop = Feed.stop
+
+    def stop_at_once(self: Feed, error: Exception) -> None:
+        self._behind_all = Completed
+        stop(self, error)
+
+    patch.setattr(Feed, "stop", stop_at_once)
+
+
+def _a_load_counts_as_whole_whatever_was_handed_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Feed, "moved", lambda self, chunks: chunks)
+
+
 SLOW = replace(BUSY, below=(("Through", True), ("Back", False)))
 ASYNC = replace(BUSY, extra=(("async_loading", "Always"),))
 MUTATIONS = [
@@ -196,6 +232,11 @@ MUTATIONS = [
     Mutation(_what_arrives_is_not_leased, SLOW),
     Mutation(_failed_reads_are_shown, SLOW, Faults(slow=0.3)),
     Mutation(_what_is_computed_meanwhile_is_overwritten, SLOW, Faults(hang=0.2)),
+    Mutation(_a_load_has_ended_when_it_is_handed_over, ASYNC),
+    Mutation(_a_broken_load_has_ended_before_its_copies, ASYNC, Faults(copy=0.2)),
+    Mutation(_a_load_counts_as_whole_whatever_was_handed_over, ASYNC, Faults(copy=0.2)),
+    Mutation(_all_ranks_write_the_same_objects, replace(SLOW, ranks=2, mla=True)),
+    Mutation(_the_rank_with_the_most_says_what_is_there, replace(BUSY, layers=(1, 3))),
 ]
 
 

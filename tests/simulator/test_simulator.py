@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from tests.models import tiny_llama
 from tests.simulator.__main__ import simulate
 from tests.simulator.cases import random_case
+from tests.simulator.checks import Broken
 from tests.simulator.engine import Shape
-from tests.simulator.world import Broken, Faults, World
+from tests.simulator.world import Faults, World
 
 OPERATIONS = 250
 
@@ -80,3 +82,37 @@ def test_vllm_goes_on_with_the_token_of_a_step_whose_load_failed(model: Path) ->
                 world.run(OPERATIONS)
             finally:
                 world.close()
+
+
+@pytest.mark.parametrize("beside_another", [False, True])
+def test_a_request_alone_goes_into_the_batch_at_once(model: Path, beside_another: bool) -> None:
+    """Also right after another one has ended: waiting outside of the batch costs a step, and until its end is
+    seen. Beside a request that goes on, a long load waits outside."""
+    shape = Shape(behind=True, extra=(("async_loading", "Auto"),))
+    world = World(shape, Faults(), random.Random(1), model)
+    side = world.engine.scheduler_impl._scheduler
+    assert side is not None
+    side._copies.rate = 1.0  # bytes a second: every load is long
+    prompt = [random.randrange(3, 60) for _ in range(4 * shape.chunk_size)]
+    world._add("", prompt, 1)
+    while world._requests:
+        world.step()
+    if beside_another:
+        world._add("a", prompt[:5], 40)
+        for _ in range(6):
+            world.step()
+        assert world._requests
+    world.poll()
+    world.forget_everything_on_the_gpu()
+    steps: list[bool] = []
+    plan = side._load
+
+    def planned(tracker: Any, chain: Any, load: Any) -> Any:
+        steps.append(load.load_async)
+        return plan(tracker, chain, load)
+
+    side._load = planned  # type: ignore[method-assign]
+    world._add("", prompt, 1)
+    world.finish()
+    world.close()
+    assert steps == [beside_another]

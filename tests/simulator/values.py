@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose arithmetic shows every wrong byte.
 
-The KV of a token is a function of all tokens up to it, of the layer and of the rank, and so is the token that
-follows. A page that holds anything else, by a copy that went wrong or because the step that wrote it read a
-wrong page, cannot be taken for right.
+The KV of a token is a function of all tokens up to it, of the layer and of the rank (with MLA, of the
+pipeline stage alone), and so is the token that follows. A page that holds anything else, by a copy that went
+wrong or because the step that wrote it read a wrong page, cannot be taken for right.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 Lanes = npt.NDArray[np.uint64]
 
 LANES = 4
-"""Of 8 bytes: a token's KV in one layer, two of its key and two of its value."""
+"""Of 8 bytes: a token's KV in one layer of a pipeline's first stage, the half of them its key."""
 VOCABULARY = 64
 _MASK = (1 << 64) - 1
 
@@ -26,17 +26,19 @@ class Model:
     """Prefixes by their hashes.
 
     Args:
-        ranks: each holds a part of every token's KV.
-        layers: of each rank.
+        parts: what each rank holds of every token's KV: the number of the part, its layers and lanes. Ranks
+            with the same part hold the same bytes.
         block_size: tokens of a page.
         whole_pages: a page's bytes are not in the order of its tokens, as on vLLM's CPU backend.
     """
 
-    def __init__(self, ranks: int, layers: int, block_size: int, *, whole_pages: bool) -> None:
+    def __init__(self, parts: Sequence[tuple[int, int, int]], block_size: int, *, whole_pages: bool) -> None:
         self._block_size = block_size
         self._whole_pages = whole_pages
-        dice = np.random.default_rng(7)
-        self._masks: Lanes = dice.integers(0, 1 << 63, (ranks, layers, LANES), np.uint64)
+        self._masks: list[Lanes] = [
+            np.random.default_rng(part).integers(0, 1 << 63, (layers, lanes), np.uint64)
+            for part, layers, lanes in parts
+        ]
         self._parents: dict[int, tuple[int, int]] = {}
         """Hash of a prefix to the hash of all but its last token, and that token."""
         self._roots: dict[int, str] = {}
@@ -63,7 +65,7 @@ class Model:
 
     def kv(self, prefixes: Sequence[int], rank: int, layer: int) -> Lanes:
         """uint64 [tokens, lanes]: what the pages of these prefixes' last tokens hold."""
-        kv: Lanes = np.asarray(prefixes, np.uint64)[:, None] ^ self._masks[rank, layer]
+        kv: Lanes = np.asarray(prefixes, np.uint64)[:, None] ^ self._masks[rank][layer]
         return kv
 
     def prefix_of(self, kv: Lanes, rank: int) -> list[int] | None:
@@ -85,14 +87,14 @@ class Model:
 
     def as_pages(self, kv: Lanes) -> Lanes:
         """[blocks * block size, lanes] from the order of tokens to that of bytes."""
-        return self._turn(kv, LANES, self._block_size) if self._whole_pages else kv
+        return self._turn(kv, kv.shape[-1], self._block_size) if self._whole_pages else kv
 
     def as_tokens(self, pages: Lanes) -> Lanes:
-        return self._turn(pages, self._block_size, LANES) if self._whole_pages else pages
+        return self._turn(pages, self._block_size, pages.shape[-1]) if self._whole_pages else pages
 
     @staticmethod
     def _turn(kv: Lanes, inner: int, outer: int) -> Lanes:
-        return kv.reshape(-1, outer, inner).swapaxes(1, 2).reshape(-1, LANES)
+        return kv.reshape(-1, outer, inner).swapaxes(1, 2).reshape(kv.shape)
 
 
 def _mix(prefix: int, token: int) -> int:

@@ -1,46 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests, faults and the passing of time, and what must hold whatever they do.
-
-Any of these is an error: a load that fails without a fault that takes its chunks away (a slow tier's failure
-is none), a stored chunk that anybody could hit and that is not the KV of its tokens on that
-rank; a load into a page that was not promised to it; a token that a vLLM without a cache would not have
-generated; an exception out of a hook; a request that never ends; and, when all is over, a lease, a held
-block, a copy, a tracker, or a prompt token that is in none or in two of the counters.
-"""
+"""Requests, faults and the passing of time. What must hold whatever they do stands in `checks`."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from vllm import SamplingParams
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from kvcache.control.wire import FlushScope
-from kvcache.memory.objects import MemoryObj
-from kvcache.stats import SchedulerStats
-from kvcache.storage.tiers.cpu import CpuTier
-from kvcache.tokens.database import chain_root, chain_secret
-from kvcache.tokens.hashing import PrefixChain
-from kvcache.tokens.keys import CacheEngineKey
+from tests.simulator.checks import Broken, Checks, sides
 from tests.simulator.copies import Injected
 from tests.simulator.engine import MAX_MODEL_LEN, Engine, Shape
 from tests.simulator.runner import Runner
-from tests.simulator.values import LANES, VOCABULARY, Model
+from tests.simulator.values import VOCABULARY, Model
 
 _MOST_STEPS_WITHOUT_END = 3000
-
-
-class Broken(BaseException):
-    """Something that must hold does not. No guard catches it."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +59,17 @@ class World:
     def __init__(self, shape: Shape, faults: Faults, dice: random.Random, model_dir: Path) -> None:
         self.shape, self.faults, self.dice = shape, faults, dice
         self.seen: Counter[str] = Counter()
-        self.model = Model(shape.ranks, shape.layers, shape.block_size, whole_pages=shape.whole_pages)
+        self.model = Model(
+            [
+                (shape.named_by(worker), shape.layers_of(worker), shape.lanes_of(worker))
+                for worker in range(shape.workers)
+            ],
+            shape.block_size,
+            whole_pages=shape.whole_pages,
+        )
+        self.checks = Checks(shape, self.model, self.seen)
         self.engine = Engine(
-            shape, model_dir, dice, self._roll("lookup"), self._roll("copy"), self._check_write
+            shape, model_dir, dice, self._roll("lookup"), self._roll("copy"), self.checks.check_write
         )
         self._quiet = False
         self._roots: dict[str, int] = {}
@@ -88,9 +78,6 @@ class World:
         self._requests: dict[str, Request] = {}
         self._steps: deque[_Step] = deque()
         self._next_request = 0
-        self._loadable: set[int] = set()
-        """Blocks that the loads of the step in hand may write."""
-        self._local_tokens: dict[str, int] = {}
         self._unfilled: set[int] = set()
         """Blocks that vLLM was told are unfilled, or that it computed upon such, and not written since."""
         self._excused: set[str] = set()
@@ -105,7 +92,8 @@ class World:
             root_of=self._roots.__getitem__,
             drafts=self._drafts if shape.drafts else None,
         )
-        self._watch()
+        self._inject()
+        self.checks.watch(self.engine)
 
     # What may happen
 
@@ -164,6 +152,9 @@ class World:
         blocks = {block for block in range(1, self.shape.num_blocks) if self.dice.random() < forgotten}
         self.engine.scheduler.kv_cache_manager.evict_blocks(blocks)
 
+    def forget_everything_on_the_gpu(self) -> None:
+        self.engine.scheduler.kv_cache_manager.evict_blocks(set(range(1, self.shape.num_blocks)))
+
     def flush(self) -> None:
         for impl in self.engine.rank_impls:
             impl.flush(["cpu"], FlushScope())
@@ -173,7 +164,7 @@ class World:
 
     def poll(self) -> None:
         """Time passes: copies end."""
-        for side in self._sides():
+        for side in sides(self.engine):
             side.engine.poll()
 
     def wait(self) -> None:
@@ -182,9 +173,9 @@ class World:
 
     def vanish(self) -> None:
         """As when leases had run out: chunks go that somebody counts on, unless a copy reads them now."""
-        for side in self._sides():
+        for side in sides(self.engine):
             tier = side.engine.storage.cpu
-            reading = {copies.owner for copies in side.engine._loads}
+            reading = {copies.plan.owner for copies in side.engine._loads}
             # Those who write have leases that do not run out.
             tier.release_where(
                 lambda owner, reading=reading: owner not in reading and not owner.startswith("writing/")
@@ -222,10 +213,10 @@ class World:
         for _ in range(40):
             self.poll()
         for _ in range(500 if self.shape.sockets else 0):
-            if not any(side.engine.storage.cpu.stats().leases for side in self._sides()):
+            if not any(side.engine.storage.cpu.stats().leases for side in sides(self.engine)):
                 break
             time.sleep(0.01)
-        self._check_end()
+        self.checks.check_end()
 
     def close(self) -> None:
         self.engine.close()
@@ -235,14 +226,14 @@ class World:
     def _schedule(self) -> None:
         if not self._quiet and self.dice.random() < self.faults.vanish:
             self.vanish()
-        self._loadable = set()
+        self.checks.loadable = set()
         output = self.engine.scheduler.schedule()
         self.seen["preempted"] += len(output.preempted_req_ids or ())
         self.seen["resumed"] += len(output.scheduled_cached_reqs.resumed_req_ids)
-        self._steps.append(_Step(output, self._loadable))
+        self._steps.append(_Step(output, self.checks.loadable))
 
     def _execute(self, step: _Step) -> None:
-        self._loadable = step.loadable
+        self.checks.loadable = step.loadable
         step.result = self.runner.execute(step.output)
         report = step.result.kv_connector_output
         if report is not None and report.invalid_block_ids:
@@ -274,10 +265,12 @@ class World:
                 self._excused.add(req_id)
         if self.shape.drafts and drafts:
             scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+        self.checks.check_counters()
         for req_id in step.output.num_scheduled_tokens:
             request = self._requests.get(req_id)
             if request is not None:
-                self._check_output(request)
+                if req_id not in self._excused:
+                    self.checks.check_output(request, self._roots[req_id])
                 if request.is_finished():
                     self._ended(req_id)
         self._steps_without_end += 1
@@ -321,9 +314,6 @@ class World:
             prefix = self.model.hashes(prefix, drafts[-1:])[0]
         return drafts
 
-    def _sides(self) -> list[Any]:
-        return [impl._worker for impl in self.engine.rank_impls if impl._worker is not None]
-
     def _held(self) -> bool:
         return len(self.engine.scheduler.requests) > len(self._requests)
 
@@ -336,146 +326,14 @@ class World:
 
         return fails
 
-    # What must hold
-
-    def _watch(self) -> None:
-        """Looks at what the connector is told and does, without changing it."""
-        impl = self.engine.scheduler_impl
-        side = impl._scheduler
+    def _inject(self) -> None:
+        """Faults and time of the scheduler's side."""
+        side = self.engine.scheduler_impl._scheduler
         if side is not None:
             side._lookups._clock = self.engine.slow.clock
             side._lookups._seconds_per_token = lambda: self.dice.choice((0.0, 1e-3, 0.1))
             for part in ("_begin_step", "_add_save", "_add_async_load"):
                 setattr(side, part, _or_fail(self._roll("plan"), getattr(side, part)))
-        ask, allocated = impl.get_num_new_matched_tokens, impl.update_state_after_alloc
-
-        def watched_ask(request: Request, num_computed_tokens: int) -> Any:
-            self._local_tokens[request.request_id] = num_computed_tokens
-            answer = ask(request, num_computed_tokens)
-            self.seen["waits"] += answer[0] is None
-            return answer
-
-        def watched_alloc(request: Request, blocks: Any, num_external_tokens: int) -> None:
-            if num_external_tokens:
-                first = self._local_tokens[request.request_id]
-                last = first + num_external_tokens
-                size = self.shape.block_size
-                table = blocks.get_block_ids()[0]
-                self._loadable.update(table[first // size : -(-last // size)])
-                self.seen["loads"] += 1
-            allocated(request, blocks, num_external_tokens)
-
-        impl.get_num_new_matched_tokens = watched_ask  # type: ignore[method-assign]
-        impl.update_state_after_alloc = watched_alloc  # type: ignore[method-assign]
-        for rank, worker in enumerate(self.engine.rank_impls):
-            if worker._worker is not None:
-                self._watch_tier(rank, worker._worker.engine.storage.cpu)
-
-    def _watch_tier(self, rank: int, tier: CpuTier) -> None:
-        publish = tier.publish
-
-        def watched_publish(keys: Iterable[CacheEngineKey], seconds: float = 0.0) -> list[CacheEngineKey]:
-            shown = publish(keys, seconds)
-            for key in shown:
-                self._check_stored(rank, tier, key)
-            return shown
-
-        arrived = tier.arrived
-
-        def watched_arrived(key: CacheEngineKey, obj: MemoryObj) -> bool:
-            shown = arrived(key, obj)
-            if shown:
-                self.seen["fetched chunks"] += 1
-                self._check_stored(rank, tier, key)
-            return shown
-
-        tier.publish = watched_publish  # type: ignore[method-assign]
-        tier.arrived = watched_arrived  # type: ignore[method-assign]
-
-    def _check_stored(self, rank: int, tier: CpuTier, key: CacheEngineKey) -> None:
-        entry = tier._index.get(key)
-        if entry is None:
-            return
-        self.seen["stored chunks"] += 1
-        if self.shape.whole_pages and entry.obj.num_tokens % self.shape.block_size:
-            raise Broken(f"rank {rank}: a part of a page is stored, which is no token's KV")
-        kv = entry.obj.tensor.reshape(self.shape.layers, -1, LANES).view(torch.int64).numpy().view(np.uint64)
-        kv = np.stack([self.model.as_tokens(layer) for layer in kv])
-        prefixes = self.model.prefix_of(kv, rank)
-        if prefixes is None:
-            raise Broken(f"rank {rank}: {kv.shape[1]} tokens are stored that are no KV of any prompt")
-        salt, tokens = self.model.tokens(prefixes[-1])
-        chain = PrefixChain(self.shape.chunk_size, chain_secret(""), chain_root("", salt))
-        chain.extend(tokens)
-        named = chain.tail_digest() or bytes(chain.digests[-16:])
-        if key.chunk_hash != named or key.rank != rank:
-            raise Broken(f"rank {rank}: a chunk is stored under another prefix's name")
-
-    def _check_write(self, rank: int, slots: Sequence[int]) -> None:
-        wrong = sorted({slot // self.shape.block_size for slot in slots} - self._loadable)
-        if wrong:
-            raise Broken(f"rank {rank}: a load writes blocks {wrong}, which were not promised to any")
-
-    def _check_output(self, request: Request) -> None:
-        if request.request_id in self._excused:
-            return
-        root = self._roots[request.request_id]
-        prompt = list(request.prompt_token_ids or ())
-        outputs = list(request.output_token_ids)
-        prefixes = self.model.hashes(root, prompt + outputs)[len(prompt) - 1 :]
-        right = [self.model.next_token(prefix) for prefix in prefixes[:-1]]
-        if outputs != right:
-            at = [a == b for a, b in zip(outputs, right, strict=True)].index(False)
-            raise Broken(f"{request.request_id}: token {at} behind a prompt of {len(prompt)} is wrong")
-
-    def _check_end(self) -> None:
-        scheduler = self.engine.scheduler
-        left: dict[str, Any] = {"requests": dict(scheduler.requests)}
-        pool = scheduler.kv_cache_manager.block_pool
-        left["blocks"] = self.shape.num_blocks - 1 - pool.get_num_free_blocks()
-        side = self.engine.scheduler_impl._scheduler
-        assert side is not None
-        for name in ("_trackers", "_promised", "_saves", "_held", "_async_loads"):
-            left[name] = getattr(side, name)
-        left["open loads"] = side._doubts.open_loads
-        left["waiting lookups"] = side._lookups._waiting
-        for rank, worker in enumerate(self._sides()):
-            storage = worker.engine.storage
-            stats = storage.cpu.stats()
-            left[f"searches of rank {rank}"] = storage._fetcher._searches
-            left[f"claims of rank {rank}"] = len(storage.cpu._claims)
-            left[f"chunks being written on rank {rank}"] = storage.cpu._writing
-            left[f"queues of rank {rank}"] = sum(lane.queued_bytes for lane in storage.lanes) + sum(
-                writer.pending_bytes for writer in storage._writers
-            )
-            left[f"leases of rank {rank}"] = stats.leases
-            left[f"copies of rank {rank}"] = worker.engine._loads + worker.engine._stores
-            left[f"held on rank {rank}"] = worker._held | set(+worker._stores_of)
-            allocator = worker.engine.storage.cpu._allocator
-            left[f"lost memory of rank {rank}"] = allocator.num_objects - stats.objects
-        for impl in (self.engine.scheduler_impl, *self.engine.rank_impls):
-            caught = dict(impl.guard.failures)
-            caught.pop(Injected.__name__, None)
-            if self.shape.broken_rank is not None:
-                caught.pop("OSError", None)
-            left["caught"] = left.get("caught") or caught
-        stats = self.engine.scheduler_impl.stats()
-        assert isinstance(stats, SchedulerStats)
-        hits = sum(stats.hit_cache_tokens.values())
-        counted = stats.hit_gpu_tokens + hits + stats.computed_tokens
-        left["tokens in no counter"] = stats.prompt_tokens - counted
-        for name in ("hit_gpu_tokens", "computed_tokens"):
-            left[f"{name} below zero"] = min(0, getattr(stats, name))
-        wrong = {name: value for name, value in left.items() if value}
-        if wrong:
-            raise Broken(f"left at the end: {wrong}")
-        self.seen["hits below"] += hits - stats.hit_cache_tokens["cpu"]
-        self.seen["waits that expired"] += stats.lookup_waits_expired
-        for worker in self._sides():
-            self.seen["loaded tokens"] += worker.engine.counters.loaded_tokens
-            for lane in worker.engine.storage.lanes:
-                self.seen["written below"] += len(lane.tier.objects)
-            self.seen["evictions"] += worker.engine.storage.cpu.stats().evictions
 
 
 def _or_fail(fails: Callable[[], bool], part: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,46 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LMCacheConnectorV1Impl`: all hooks in both roles, each behind the guard.
 
-What the hooks decide stands in `scheduler.py`, what they move in `worker.py`; this module starts the right
-one of them, keeps the step's metadata, and turns every failure into "no cache here" with a reason.
+What the hooks decide stands in `scheduler.py`, what they move in `worker.py`, what the admin sidecar asks in
+`administration.py`; this module starts the right one of the sides, keeps the step's metadata, and turns every
+failure into "no cache here" with a reason.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvcache.config import LMCacheEngineConfig
-from kvcache.control.wire import (
-    Configured,
-    Flush,
-    Flushed,
-    FlushResult,
-    FlushScope,
-    Located,
-    Pinned,
-    Pins,
-    Prefix,
-    Unpinned,
-    rank_name,
-    socket_path,
-)
+from kvcache.engine import EngineCounters
 from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.integration.vllm.administration import Administered, flush_rank
 from kvcache.integration.vllm.copies import Copies
 from kvcache.integration.vllm.events import KVEvents, hash_block_size
-from kvcache.integration.vllm.guard import Guard, guarded
+from kvcache.integration.vllm.guard import guarded
 from kvcache.integration.vllm.identity import (
     check_supported,
     default_runtime_dir,
@@ -51,14 +36,17 @@ from kvcache.integration.vllm.live import LiveConfig
 from kvcache.integration.vllm.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata, StepReport
 from kvcache.integration.vllm.scheduler import SchedulerSide
 from kvcache.integration.vllm.versions import check_version
-from kvcache.integration.vllm.vllm_stats import CacheStats, StatsReporter
+from kvcache.integration.vllm.vllm_stats import (
+    CacheStats,
+    Figures,
+    StatsReporter,
+    figures_of,
+    rank_figures,
+)
 from kvcache.integration.vllm.worker import WorkerSide
-from kvcache.ipc import Client, IpcError
 from kvcache.manager import LMCacheManager
 from kvcache.memory.allocator import KVShape
-from kvcache.stats import RankStats, SchedulerStats
 from kvcache.storage.changes import ChangeLog
-from kvcache.storage.futures import done
 from kvcache.tokens.database import ChunkedTokenDatabase
 
 if TYPE_CHECKING:
@@ -74,31 +62,21 @@ logger = logging.getLogger("vllm.kvcache")
 _FLUSH_TIMEOUT_S = 10.0
 
 
-class LMCacheConnectorV1Impl:
+class LMCacheConnectorV1Impl(Administered):
     """The connector of one process. It never raises: what cannot work leaves `reason` and a vLLM without a
     cache."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        self.guard = Guard()
-        self.reason = "the KV caches are not registered yet"
+        super().__init__(is_worker=role == KVConnectorRole.WORKER)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._is_worker = role == KVConnectorRole.WORKER
-        self._manager: LMCacheManager | None = None
-        self._worker: WorkerSide | None = None
-        self._scheduler: SchedulerSide | None = None
         self._metadata: LMCacheConnectorMetadata | None = None
         self._report = StepReport()
         self._stats_reporter = StatsReporter()
-        self._live: LiveConfig | None = None
         self._events: KVEvents | None = None
         self._warm = False
-        self._namespace = b""
-        self._transfer_path = "none"
-        self._rank = 0
-        """Known when the KV caches are registered."""
         try:
             self._start()
         except Exception as error:
@@ -381,7 +359,7 @@ class LMCacheConnectorV1Impl:
             return None
         self._scheduler.forget_lookups()
         ranks = range(_world_size(self._vllm_config))
-        flushed = [_flush_rank(self._manager.runtime_dir, rank) for rank in ranks]
+        flushed = [flush_rank(self._manager.runtime_dir, rank) for rank in ranks]
         return all(flushed)
 
     # Either role
@@ -393,55 +371,24 @@ class LMCacheConnectorV1Impl:
         if self._worker is not None:
             counters = self._worker.engine.counters
             tokens = counters.stored_tokens, counters.loaded_tokens, counters.load_failed_tokens
-            return self._stats_reporter.take((tokens, failures + counters.failures.total()), self.stats)
+            activity = tokens, failures + counters.failures.total()
+            return self._stats_reporter.take(activity, partial(self._rank_figures, counters))
         if self._scheduler is not None:
             count, lookups = self._scheduler.counters, self._scheduler.lookups
-            return self._stats_reporter.take(
-                (count.requests, count.computed_tokens, lookups, failures), self.stats
-            )
-        return self._stats_reporter.take((self.reason, failures), self.stats)
+            asked = count.requests, count.computed_tokens, lookups, failures
+            return self._stats_reporter.take(asked, lambda: figures_of(self.stats()))
+        return self._stats_reporter.take((self.reason, failures), lambda: figures_of(self.stats()))
 
-    # The admin sidecar's questions, on the control server's thread
-
-    def stats(self) -> RankStats | SchedulerStats:
-        """A snapshot of this process."""
-        stats = self._rank_stats() if self._is_worker else self._scheduler_stats()
-        if self._live is None:
-            return stats
-        return msgspec.structs.replace(
-            stats, config_digest=self._live.digest, config_restart=self._live.restart
+    def _rank_figures(self, counters: EngineCounters) -> Figures:
+        """Without those of the tiers, which take longer than a step may."""
+        return rank_figures(
+            self._rank,
+            ready=True,
+            stored=counters.stored_tokens,
+            loaded=counters.loaded_tokens,
+            failed=counters.load_failed_tokens,
+            failures=self.guard.failures + counters.failures,
         )
-
-    def configure(self, file: Mapping[str, Any]) -> Configured:
-        """Takes in what the configuration file says, as far as it can without a restart."""
-        if self._live is None or (self._worker is None and self._scheduler is None):
-            return Configured(refused=f"the cache is off in this process ({self.reason}); start it anew")
-        return self._live.take_in(file, self._adapt)
-
-    def _adapt(self, config: LMCacheEngineConfig) -> list[str]:
-        if self._scheduler is not None:
-            self._scheduler.adapt(config)
-        return [] if self._manager is None else self._manager.adapt(config)
-
-    def flush(self, tiers: Sequence[str], scope: FlushScope) -> Future[list[FlushResult]]:
-        """Empties tiers of this rank; the scheduler process holds none."""
-        return done([]) if self._worker is None else self._worker.control.flush(tiers, scope)
-
-    def pin(self, owner: str, prefix: Prefix, check: bool) -> Pinned:
-        """Keeps a prefix in this rank's tiers."""
-        if self._worker is None:
-            return Pinned(chunks=0, stored=0)
-        return self._worker.control.pin(owner, prefix, check)
-
-    def unpin(self, owner: str) -> Unpinned:
-        return Unpinned(0) if self._worker is None else self._worker.control.unpin(owner)
-
-    def pins(self) -> Pins:
-        return Pins([]) if self._worker is None else self._worker.control.pins()
-
-    def locate(self, prefix: Prefix) -> Future[Located]:
-        """Which part of a prompt this rank has, and where."""
-        return done(Located([])) if self._worker is None else self._worker.control.locate(prefix)
 
     @property
     def _layer_names(self) -> list[str]:
@@ -451,57 +398,6 @@ class LMCacheConnectorV1Impl:
     def _block_size(self) -> int:
         """Tokens of one of vLLM's blocks, which a block id of the scheduler names."""
         return int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-
-    def _scheduler_stats(self) -> SchedulerStats:
-        if self._scheduler is not None:
-            return self._scheduler.stats(self.guard.failures)
-        return SchedulerStats(
-            pid=os.getpid(),
-            ready=False,
-            reason=self.reason,
-            requests=0,
-            prompt_tokens=0,
-            hit_gpu_tokens=0,
-            hit_cache_tokens={},
-            computed_tokens=0,
-            lookups=0,
-            lookup_seconds=0.0,
-            lookup_timeouts=0,
-            failures=dict(self.guard.failures),
-        )
-
-    def _rank_stats(self) -> RankStats:
-        if self._worker is not None:
-            return self._worker.stats(self._namespace, self._transfer_path, self.guard.failures)
-        return RankStats(
-            rank=self._rank,
-            pid=os.getpid(),
-            ready=False,
-            reason=self.reason,
-            transfer_path="none",
-            namespace=self._namespace.hex(),
-            stored_tokens=0,
-            loaded_tokens=0,
-            load_failed_tokens=0,
-            failures=dict(self.guard.failures),
-            tiers=[],
-        )
-
-
-def _flush_rank(runtime_dir: Path, rank: int) -> bool:
-    """Drops all that the model may use from a rank's tiers; False if something of it can still be hit. What
-    is still read there is out of reach."""
-    everything = Flush([], FlushScope(own=True, force=True))
-    with Client(socket_path(runtime_dir, rank_name(rank))) as client:
-        try:
-            flushed = client.request(everything, Flushed, timeout_s=_FLUSH_TIMEOUT_S)
-        except IpcError as error:
-            logger.warning("KV cache: rank %d was not flushed: %s", rank, error)
-            return False
-    for result in flushed.results:
-        if not result.reached:
-            logger.warning("KV cache: %s of rank %d was not flushed: %s", result.tier, rank, result.reason)
-    return all(result.reached for result in flushed.results)
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:

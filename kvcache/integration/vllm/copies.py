@@ -37,8 +37,9 @@ class Copies:
         Args:
             mode: `Auto`, `Always` or `Never`.
             tokens: to load.
-            others: requests in the step before. Alone, a request has its first token sooner by going into the
-                batch at once: the host launches the model's kernels while the copy runs.
+            others: other requests of the step before that go on. Alone, a request has its first token sooner
+                by going into the batch at once: the host launches the model's kernels while the copy runs.
+                Waiting outside of the batch takes a step more, and up to another until its end is seen.
         """
         if mode != "Auto":
             return mode == "Always"

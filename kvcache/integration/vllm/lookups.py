@@ -3,7 +3,8 @@
 
 A lookup takes what is in host memory on all ranks. Where slower tiers have more that is worth fetching, the
 request waits outside of vLLM's batch until it has come, nothing more comes, or the tier's deadline is over;
-then it takes what has come. A slow or failing tier so makes a hit shorter, and never a load fail.
+then it takes what has come. A slow or failing tier so makes a hit shorter, and never a load fail. However
+often a request has to ask, since its lease ran out or it was preempted, it waits one deadline in all.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Lookups:
             least: how many more must come for the request to wait.
         """
         now = self._clock()
+        self._wait_ends(tracker, now)
         tracker.ask_again_at = now + self.lease_timeout_s / 2
         skipped = own_tokens // self._chunk_size
         tracker.hit_from = skipped * self._chunk_size
@@ -91,7 +93,7 @@ class Lookups:
         )
         most = self._tokens(result.chunks + result.coming, num_tokens)
         if result.coming and most - own_tokens >= least:
-            tracker.waits_until = now + result.wait_s
+            tracker.waits_until = now + max(0.0, result.wait_s - tracker.waited_s)
             self._waiting[tracker.lookup_id] = (now, num_tokens)
             self.waited.waits += 1
         else:
@@ -106,8 +108,7 @@ class Lookups:
         expired = now >= tracker.waits_until
         if result.coming and not expired:
             return True
-        began, num_tokens = self._waiting.pop(tracker.lookup_id)
-        self.waited.seconds += now - began
+        num_tokens = self._wait_ends(tracker, now)
         self.waited.expired += bool(result.coming)
         self._settle(tracker, result, num_tokens)
         return False
@@ -118,18 +119,24 @@ class Lookups:
             self.client.cancel(tracker.lookup_id)
         else:
             self.client.clear(tracker.lookup_id)
-        self._waiting.pop(tracker.lookup_id, None)
-        tracker.waits_until = None
+        self._wait_ends(tracker, self._clock())
 
     def drop(self, tracker: RequestTracker) -> None:
         """The request wants nothing of it any more; somebody else ends its leases."""
         self.client.clear(tracker.lookup_id)
-        self._waiting.pop(tracker.lookup_id, None)
-        tracker.waits_until, tracker.hit_tokens = None, 0
+        self._wait_ends(tracker, self._clock())
+        tracker.hit_tokens = 0
+
+    def _wait_ends(self, tracker: RequestTracker, now: float) -> int:
+        """If the lookup waits, it does no more; the tokens that it is about."""
+        began, num_tokens = self._waiting.pop(tracker.lookup_id, (now, 0))
+        self.waited.seconds += now - began
+        tracker.waited_s += now - began
+        tracker.waits_until = None
+        return num_tokens
 
     def _settle(self, tracker: RequestTracker, result: LookupResult, num_tokens: int) -> None:
         """The request takes what is there."""
-        tracker.waits_until = None
         self.client.settle(tracker.lookup_id)
         tracker.hit_tokens = self._tokens(result.chunks, num_tokens)
         tracker.sources = self._sources(result)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcache.config import LMCacheEngineConfig
+from kvcache.integration.vllm.batches import Batches
 from kvcache.integration.vllm.copies import Copies
-from kvcache.integration.vllm.counters import HOST_TIER, TokenCounters, tokens_by_tier
+from kvcache.integration.vllm.counters import HOST_TIER, Prompt, TokenCounters, tokens_by_tier
 from kvcache.integration.vllm.doubts import BlockUse, Doubts
 from kvcache.integration.vllm.first_tokens import FirstTokens
 from kvcache.integration.vllm.identity import request_adapter, request_inserts, request_is_nameable
@@ -87,11 +88,7 @@ class SchedulerSide:
         self._doubts = Doubts(block_size)
         self._windows = Windows(config.chunk_size, block_size, config.save_unfull_chunk)
         self._saves = Saves(config, kv_role, ranks, self._windows, self._trackers)
-        self._scheduled_before = 0
-        """Requests in the last step."""
-        self._resting: dict[str, float] = {}
-        """Running requests of which all that there is to store is asked for, until they have computed so many
-        tokens: most of a large batch. They cost a step nothing but their new blocks."""
+        self._batches = Batches(self._trackers)
         self.counters = TokenCounters()
         self.describe: Callable[[Request, int, int, bytes], None] = lambda request, first, last, digests: None
         """Called with chunks that are looked up or stored: tokens `[first, last)` and their digests."""
@@ -103,7 +100,7 @@ class SchedulerSide:
     def adapt(self, config: LMCacheEngineConfig) -> None:
         """Goes on with another configuration, whose live fields alone differ. Any thread."""
         self._config = self._saves.config = config
-        self._resting.clear()
+        self._batches.wake_all()
         self._lookups.lease_timeout_s = config.lease_timeout_s
 
     # Admission
@@ -133,7 +130,8 @@ class SchedulerSide:
         if new < max(1, self._config.min_retrieve_tokens):
             tracker.load_spec = None
             return 0, False
-        waits = self._copies.worth_waiting_outside(self._config.async_loading, new, self._scheduled_before)
+        others = self._batches.others(tracker.req_id)
+        waits = self._copies.worth_waiting_outside(self._config.async_loading, new, others)
         tracker.load_spec = LoadSpec(
             num_computed_tokens, hit, can_load=False, lookup_id=tracker.lookup_id, load_async=waits
         )
@@ -167,6 +165,8 @@ class SchedulerSide:
             if spec.load_async:
                 tracker.block_ids = list(block_ids)
                 self._async_loads.append(tracker.req_id)
+            else:
+                tracker.loading = spec.lookup_id
 
     def hit_tiers(self, req_id: str, num_external_tokens: int) -> Counter[str]:
         """The tiers that give the tokens which vLLM was just promised."""
@@ -182,7 +182,7 @@ class SchedulerSide:
         Its lookup's lease ends here if no load was ever sent.
         """
         tracker = self._trackers.pop(req_id, None)
-        self._resting.pop(req_id, None)
+        self._batches.ended(req_id)
         if tracker is None:
             return False
         self._first_tokens.ended(req_id)
@@ -218,7 +218,6 @@ class SchedulerSide:
         )
         self._first_tokens.look()
         self._saves.begin_step()
-        self._scheduled_before = len(output.num_scheduled_tokens)
         for req_id in preempted:
             if req_id in self._trackers:
                 self._notice_preemption(self._trackers[req_id])
@@ -226,7 +225,7 @@ class SchedulerSide:
             tracker = self._trackers.get(req_id)
             if tracker is not None:
                 self._attempt(tracker, partial(self._add_async_load, metadata, tracker))
-        steps = list(self._scheduled(output))
+        steps = list(self._batches.step(output))
         self._doubts.step_planned([BlockUse(tracker.block_ids, *tokens) for tracker, *tokens in steps])
         for tracker, computed, _ in steps:
             self._attempt(tracker, partial(self._begin_step, metadata, tracker, computed))
@@ -235,7 +234,10 @@ class SchedulerSide:
         # Only now is it known which blocks are doubtful, whosever load it is.
         for tracker, computed, scheduled in steps:
             self._attempt(tracker, partial(self._add_save, metadata, tracker, computed, scheduled))
-            self._let_rest(tracker, computed + scheduled)
+            until = 0 if self._doubts.unfilled else self._saves.rests_until(tracker, computed + scheduled)
+            if until:
+                # It will ask for nothing before; a failed load wakes it, since it may start over then.
+                self._batches.rest(tracker.req_id, until)
         self._unused_lookups, self._held, self._async_loads, self._others_loads = [], [], [], []
         return metadata
 
@@ -287,7 +289,7 @@ class SchedulerSide:
         """What the workers acknowledged and what failed to load, on our side or another connector's."""
         self._copies.observe(report.load_bytes, report.load_seconds)
         if invalid_blocks or any(report.finished_loads.values()):
-            self._resting.clear()
+            self._batches.wake_all()
         for lookup_id in report.others_loads:
             tables = (tracker.block_ids for tracker in self._trackers.values())
             self._doubts.others_load_ended(lookup_id, invalid_blocks, tables)
@@ -296,17 +298,14 @@ class SchedulerSide:
             tracker = self._trackers.get(request_of(lookup_id))
             tables = (other.block_ids for other in self._trackers.values())
             self._doubts.load_ended(lookup_id, missing, tables)
-            if missing and tracker is not None:
+            self.counters.load_ended(lookup_id, missing)
+            if tracker is None:
+                continue
+            if tracker.loading == lookup_id:
+                tracker.loading = None
+            if missing:
                 # What the lookup found is not all there: what is computed in its place is stored.
                 tracker.asked_tokens = 0
-            if tracker is None or missing <= tracker.missing_tokens:
-                continue
-            if tracker.counted_hit is not None:
-                wrong = min(missing - tracker.missing_tokens, tracker.counted_hit)
-                end = tracker.counted_from + tracker.counted_hit
-                tracker.counted_hit -= wrong
-                self.counters.did_not_come(end - wrong, end, tracker.sources)
-            tracker.missing_tokens = missing
 
     @property
     def lookups(self) -> int:
@@ -377,7 +376,7 @@ class SchedulerSide:
         """A preempted request's blocks are gone; the workers' stores from them are ordered before whatever is
         written there. vLLM may have admitted it again before it names it as preempted."""
         if tracker.preemptions != tracker.request.num_preemptions:
-            self._resting.pop(tracker.req_id, None)
+            self._batches.wake(tracker.req_id)
             tracker.preemptions = int(tracker.request.num_preemptions)
             tracker.hit_tokens = None
             tracker.open_saves.clear()
@@ -389,40 +388,6 @@ class SchedulerSide:
             return
         load, tracker.load_spec = tracker.load_spec, None
         metadata.requests.append(self._load(tracker, tracker.chain, load))
-
-    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestTracker, int, int]]:
-        """The requests of a step, their blocks brought up to date, with computed and scheduled tokens."""
-        resting = self._resting
-        for new in output.scheduled_new_reqs:
-            tracker = self._trackers.get(new.req_id)
-            if tracker is not None:
-                resting.pop(new.req_id, None)
-                tracker.block_ids = list(new.block_ids[0])
-                yield tracker, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
-        cached = output.scheduled_cached_reqs
-        for req_id in cached.resumed_req_ids:
-            resting.pop(req_id, None)
-        steps = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for req_id, new_blocks, computed in steps:
-            if computed < resting.get(req_id, 0):
-                if new_blocks:
-                    self._trackers[req_id].block_ids.extend(new_blocks[0])
-                continue
-            tracker = self._trackers.get(req_id)
-            if tracker is None:
-                continue
-            if req_id in cached.resumed_req_ids:
-                tracker.block_ids = list(new_blocks[0]) if new_blocks else []
-            elif new_blocks:
-                tracker.block_ids.extend(new_blocks[0])
-            yield tracker, computed, output.num_scheduled_tokens[req_id]
-
-    def _let_rest(self, tracker: RequestTracker, computed: int) -> None:
-        """Takes a request out of the steps to come if it will ask for nothing. `computed` tokens are there
-        after this step. Preemption and failed loads wake it, since it may start over then."""
-        wake = 0 if self._doubts.unfilled else self._saves.rests_until(tracker, computed)
-        if wake:
-            self._resting[tracker.req_id] = wake
 
     def _begin_step(self, metadata: LMCacheConnectorMetadata, tracker: RequestTracker, computed: int) -> None:
         load = tracker.load_spec if tracker.load_spec is not None and tracker.load_spec.can_load else None
@@ -466,10 +431,11 @@ class SchedulerSide:
 
     def _count(self, tracker: RequestTracker, computed: int) -> None:
         """Counts the request's prompt when it is first scheduled, `computed` of its tokens being there."""
-        if tracker.counted_hit is not None:
+        if tracker.scheduled:
             return
+        tracker.scheduled = True
         prompt = int(tracker.request.num_prompt_tokens)
         on_gpu = min(computed if tracker.own_tokens is None else tracker.own_tokens, computed, prompt)
-        tracker.counted_from, tracker.counted_hit = on_gpu, min(computed, prompt) - on_gpu
-        self.counters.scheduled(prompt, on_gpu, tracker.counted_hit, tracker.sources)
-        self._first_tokens.scheduled(tracker.request, tracker.counted_hit, on_gpu)
+        hit = min(computed, prompt) - on_gpu
+        self.counters.scheduled(Prompt(prompt, on_gpu, hit, tracker.sources), tracker.loading)
+        self._first_tokens.scheduled(tracker.request, hit, on_gpu)

@@ -34,6 +34,8 @@ class RequestTracker:
     """Where those tokens come from."""
     waits_until: float | None = None
     """The lookup waits for slower tiers, until then at the latest; None if it does not."""
+    waited_s: float = 0.0
+    """What its lookups have waited before: all of them together wait one deadline at most."""
     ask_again_at: float = 0.0
     """When half of the lease's time is over."""
     load_spec: LoadSpec | None = None
@@ -53,11 +55,10 @@ class RequestTracker:
     """Tokens that vLLM had itself when it asked last; None once a load was promised or it was scheduled."""
     own_tokens: int | None = None
     """Tokens that vLLM had itself when a load was promised for the first time; None if none was."""
-    missing_tokens: int = 0
-    """Of that load, what did not come."""
-    counted_from: int = 0
-    counted_hit: int | None = None
-    """Tokens counted as given back, and where they begin; None before the request was first scheduled."""
+    loading: str | None = None
+    """Lookup whose load the request did not wait for and whose outcome is open; None if there is none."""
+    scheduled: bool = False
+    """It has been in a step."""
 
     @property
     def req_id(self) -> str:

@@ -8,7 +8,7 @@ one. All figures are those of `kvcache.stats`, so both accounts agree; the admin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,17 +59,35 @@ Figures = dict[str, dict[str, float]]
 """Short name of a metric to its values by label values, which are joined by `/`."""
 
 
+def rank_figures(
+    rank: int, *, ready: bool, stored: int, loaded: int, failed: int, failures: Mapping[str, int]
+) -> Figures:
+    """The metrics of one rank since it started; tokens stored, loaded, and not loaded that were promised."""
+    process = f"rank{rank}"
+    tokens = {"stored_tokens": stored, "loaded_tokens": loaded, "load_failed_tokens": failed}
+    return {
+        "ready": {process: float(ready)},
+        "failures": {f"{process}/{reason}": float(count) for reason, count in failures.items()},
+        **{name: {process: float(count)} for name, count in tokens.items()},
+    }
+
+
 def figures_of(stats: RankStats | SchedulerStats) -> Figures:
     """The metrics of one process since it started."""
-    process = f"rank{stats.rank}" if isinstance(stats, RankStats) else "scheduler"
+    if isinstance(stats, RankStats):
+        return rank_figures(
+            stats.rank,
+            ready=stats.ready,
+            stored=stats.stored_tokens,
+            loaded=stats.loaded_tokens,
+            failed=stats.load_failed_tokens,
+            failures=stats.failures,
+        )
+    process = "scheduler"
     figures: Figures = {
         "ready": {process: float(stats.ready)},
         "failures": {f"{process}/{reason}": float(count) for reason, count in stats.failures.items()},
     }
-    if isinstance(stats, RankStats):
-        for name in ("stored_tokens", "loaded_tokens", "load_failed_tokens"):
-            figures[name] = {process: float(getattr(stats, name))}
-        return figures
     figures["lookups"] = {"": float(stats.lookups)}
     figures["lookup_seconds"] = {"": stats.lookup_seconds}
     figures["prompt_tokens"] = {
@@ -118,30 +136,26 @@ class StatsReporter:
     def __init__(self) -> None:
         self._activity: Hashable = None
         self._told: Figures = {}
-        """The sum of all reports. A load that fails takes tokens back from the hits: a counter cannot, and
-        waits for the hits to come after it."""
+        """The sum of all reports."""
 
-    def take(self, activity: Hashable, stats: Callable[[], RankStats | SchedulerStats]) -> CacheStats | None:
+    def take(self, activity: Hashable, figures: Callable[[], Figures]) -> CacheStats | None:
         """What was added since the last report; None where nothing was.
 
         Args:
-            activity: cheap to make, and another one whenever the statistics have changed: asked every step.
-            stats: the whole snapshot.
+            activity: cheap to make, and another one whenever the figures have changed: asked every step.
+            figures: since the process started.
         """
         if activity == self._activity:
             return None
         self._activity = activity
         added: Figures = {}
-        for name, values in figures_of(stats()).items():
+        for name, values in figures().items():
             if DEFINITIONS[name].kind == "gauge":
                 added[name] = values
                 continue
             told = self._told.setdefault(name, {})
-            added[name] = {
-                labels: max(0.0, value - told.get(labels, 0.0)) for labels, value in values.items()
-            }
-            for labels, value in added[name].items():
-                told[labels] = told.get(labels, 0.0) + value
+            added[name] = {labels: value - told.get(labels, 0.0) for labels, value in values.items()}
+            told.update(values)
         return CacheStats(added)
 
 

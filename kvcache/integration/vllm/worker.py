@@ -27,6 +27,7 @@ from kvcache.integration.vllm.metadata import (
     StepReport,
 )
 from kvcache.lookup.wire import lease_owner
+from kvcache.plans import Loaded
 from kvcache.stats import RankStats, WayStats
 
 
@@ -153,24 +154,29 @@ class WorkerSide:
         slots[:first] = slots[-(-last // self._block_size) * self._block_size :] = -1
         wanted = torch.ones(len(slots), dtype=torch.bool)
         wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
-        ended = partial(self._loaded, request.req_id, spec.load_async)
         check = partial(self._check_load, request, first, last)
         window: dict[str, Any] = {
             "mask": wanted,
             "slot_mapping": slots,
             "digests": request.digests,
             "lookup_id": owner,
-            "on_loaded": ended,
+            "on_loaded": self._count_load,
         }
-        if self._step is not None and not spec.load_async:
+        if spec.load_async:
+            window["on_loaded"] = partial(self._ended_beside, request.req_id, check)
+            try:
+                self.engine.retrieve_beside(**window)
+            except Exception as error:
+                window["on_loaded"](Loaded(torch.zeros_like(wanted), error=error))
+            return
+        if self._step is not None:
             self._step.add_load(self.engine.retrieve_layer(**window), check)
             return
         there = None
         try:
-            there = self.engine.retrieve(**window, ordered=not spec.load_async)
+            there = self.engine.retrieve(**window)
         except Exception as error:
             self._caught("retrieve", error)
-            ended(0, 0.0)
         check(there)
 
     def _check_load(self, request: ReqMeta, first: int, last: int, there: torch.Tensor | None) -> None:
@@ -184,11 +190,19 @@ class WorkerSide:
         else:
             self._report.worker.finished_loads[request.lookup_id] = 0
 
-    def _loaded(self, req_id: str, was_async: bool, num_bytes: int, seconds: float) -> None:
-        self._report.worker.load_bytes += num_bytes
-        self._report.worker.load_seconds += seconds
-        if was_async:
-            self._report.finished_recving.add(req_id)
+    def _count_load(self, loaded: Loaded) -> None:
+        self._report.worker.load_bytes += loaded.num_bytes
+        self._report.worker.load_seconds += loaded.seconds
+
+    def _ended_beside(
+        self, req_id: str, check: Callable[[torch.Tensor | None], None], loaded: Loaded
+    ) -> None:
+        """The request that waited outside of the batch may go on. In one report with what did not come."""
+        self._count_load(loaded)
+        if loaded.error is not None:
+            self._caught("retrieve", loaded.error)
+        check(loaded.there)
+        self._report.finished_recving.add(req_id)
 
     def record_failed_blocks(self, request: ReqMeta, tokens: int, first_missing: int) -> None:
         """Reports the blocks of the promised tokens from window position `first_missing` on."""

@@ -150,11 +150,13 @@ class Server:
 
     def stop(self) -> None:
         if self.process.poll() is None:
+            left_behind = shared_files(self.pids)  # by ranks of tensor parallelism on the CPU
             self.process.terminate()
             try:
                 self.process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 self.kill()
+            remove_unused(left_behind)
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         request = urllib.request.Request(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.integration.vllm.counters import Sources, TokenCounters, tokens_by_tier
+from kvcache.integration.vllm.counters import Prompt, Sources, TokenCounters, tokens_by_tier
 from kvcache.integration.vllm.doubts import Doubts
 from kvcache.integration.vllm.lookups import Lookups
 from kvcache.integration.vllm.trackers import RequestTracker, request_of
@@ -38,13 +39,43 @@ def test_every_token_is_of_one_tier(found: list[tuple[str, int]], first: int, mo
 def test_the_counters_add_up(found: list[tuple[str, int]], own: int, hit: int, wrong: int) -> None:
     counters, sources = TokenCounters(), sources_of(found)
     prompt = own + hit + 7
-    counters.scheduled(prompt, own, hit, sources)
+    counters.scheduled(Prompt(prompt, own, hit, sources), loading="0/r")
+    assert (counters.open_prompts, counters.requests, counters.prompt_tokens) == (
+        (1, 0, 0) if hit else (0, 1, prompt)
+    )
+    counters.load_ended("1/other", 5)
+    counters.load_ended("0/r", wrong)
+    counters.load_ended("0/r", 0)
     lost = min(wrong, hit)
-    counters.did_not_come(own + hit - lost, own + hit, sources)
+    assert (counters.open_prompts, counters.requests, counters.prompt_tokens) == (0, 1, prompt)
     assert sum(counters.hit_cache_tokens.values()) == hit - lost
-    assert all(tokens >= 0 for tokens in counters.hit_cache_tokens.values())
     assert counters.hit_gpu_tokens + hit - lost + counters.computed_tokens == prompt
-    assert +counters.hit_cache_tokens == tokens_by_tier(sources, own, own + hit - lost)
+    assert counters.hit_cache_tokens == tokens_by_tier(sources, own, own + hit - lost)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.none() | st.integers(0, 120)), max_size=9)
+)
+def test_no_counter_ever_falls(requests: list[tuple[int, int, int | None]]) -> None:
+    """Requests of own and hit tokens, and what a load misses; None where nothing is loaded."""
+    counters = TokenCounters()
+    values: list[tuple[int, ...]] = []
+
+    def look() -> None:
+        hits = [counters.hit_cache_tokens[tier] for tier in ("cpu", "disk")]
+        values.append((*hits, counters.hit_gpu_tokens, counters.computed_tokens))
+        assert sum(values[-1]) == counters.prompt_tokens
+
+    for number, (own, hit, missing) in enumerate(requests):
+        loading = None if missing is None else f"0/{number}"
+        counters.scheduled(Prompt(own + hit + 1, own, hit, (("disk", own + hit // 2),)), loading)
+        look()
+    for number, (_, _, missing) in enumerate(requests):
+        counters.load_ended(f"0/{number}", missing or 0)
+        look()
+    assert (counters.open_prompts, counters.requests) == (0, len(requests))
+    for before, after in itertools.pairwise(values):
+        assert all(b <= a for b, a in zip(before, after, strict=True))
 
 
 def test_an_old_loads_outcome_leaves_a_newer_ones_doubt() -> None:

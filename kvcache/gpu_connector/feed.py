@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that no step waits for, handed to the copy stream in slices by a thread of its own.
+
+A CUDA stream takes about a thousand operations that have not run yet; the call that adds one more waits until
+there is room, and others that launch something may wait behind it. A staged load has six operations for each
+16 MiB, so that whoever hands over some GiB at once may stand still for most of the copy: were that vLLM's
+thread, all requests that decode would. Here few slices are under way at any time, and a load that a step does
+wait for gets in between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from kvcache.gpu_connector.interface import Completed, Completion
+from kvcache.gpu_connector.transfer_plan import Chunks
+
+logger = logging.getLogger("vllm.kvcache")
+
+SLICE_BYTES = 64 << 20
+"""All slots of a staging ring: 1.2 ms of a PCIe 5 x16 link, and some 0.1 ms to hand over."""
+SLICES_IN_FLIGHT = 4
+"""Not done yet: so much that the link does not run dry while the thread waits for its turn (5 ms), so little
+that their operations are a tenth of what a stream takes, and that another load comes after 5 ms at most."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Feed(Completion):
+    """One load. It is complete when no copy of it runs any more, whether all were made or not.
+
+    Args:
+        slices: of the load's chunks, in order.
+        hand_over: queues the copies of a slice, in the order of the calls.
+        behind_all: completes when all that was queued before has run, also by a call that raised.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[Chunks],
+        hand_over: Callable[[Chunks], Completion],
+        behind_all: Callable[[], Completion] = Completed,
+    ) -> None:
+        self._slices = deque(slices)
+        self._hand_over = hand_over
+        self._behind_all = behind_all
+        self._last: Completion = Completed()
+        self._chunks = 0
+        self._ended = threading.Event()
+        if not self._slices:
+            self._ended.set()
+
+    def advance(self) -> Completion | None:
+        """Hands the next slice over; None when there is none, or none any more after an error. One thread."""
+        if self._ended.is_set():
+            return None
+        part = self._slices.popleft()
+        try:
+            self._last = self._hand_over(part)
+        except Exception as error:
+            self.stop(error)
+            return None
+        self._chunks += len(part.addresses)
+        if not self._slices:
+            self._ended.set()
+        return self._last
+
+    def stop(self, error: Exception) -> None:
+        """What was not handed over is not. Of the thread that advances."""
+        if self._ended.is_set():
+            return
+        self.error = error
+        # The pages will be written by others: whatever a call queued before it raised must have run.
+        with contextlib.suppress(Exception):
+            self._last = self._behind_all()
+        self._slices.clear()
+        self._ended.set()
+
+    def moved(self, chunks: int) -> int:
+        return min(chunks, self._chunks)
+
+    def done(self) -> bool:
+        return self._ended.is_set() and self._last.done()
+
+    def order_current_stream(self) -> None:
+        """Waits until all is handed over."""
+        self._ended.wait()
+        self._last.order_current_stream()
+
+
+class Feeder:
+    """The thread that advances feeds, one after the other in the order of their start."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Feed | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self, feed: Feed) -> None:
+        """Returns at once. After `close` the feed ends with an error."""
+        if self._closed:
+            feed.stop(RuntimeError("the engine is closed"))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvcache loads", daemon=True)
+            self._thread.start()
+        self._queue.put(feed)
+
+    def close(self) -> None:
+        """No further slice is handed over: the feeds that are left end with an error. Idempotent."""
+        self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        in_flight: deque[Completion] = deque()
+        while (feed := self._queue.get()) is not None:
+            try:
+                self._feed(feed, in_flight)
+            except Exception as error:  # of a wait: the device has failed
+                logger.exception("KV cache: a load could not be followed")
+                in_flight.clear()
+                feed.stop(error)
+
+    def _feed(self, feed: Feed, in_flight: deque[Completion]) -> None:
+        while not self._closed and (part := feed.advance()) is not None:
+            in_flight.append(part)
+            if len(in_flight) >= SLICES_IN_FLIGHT:
+                in_flight.popleft().wait()
+        if self._closed:
+            feed.stop(RuntimeError("the engine is closing"))
+
+
+def cut(chunks: Chunks, token_bytes: int, slice_bytes: int = SLICE_BYTES) -> list[Chunks]:
+    """Slices of whole chunks, in order, each as small as it can be from `slice_bytes` on.
+
+    Args:
+        token_bytes: of a token's KV in all layers.
+    """
+    slices, first, size = [], 0, 0
+    for at, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True), start=1):
+        size += int(end - start) * token_bytes
+        if size >= slice_bytes or at == len(chunks.starts):
+            slices.append(
+                Chunks(
+                    chunks.addresses[first:at], chunks.starts[first:at], chunks.ends[first:at], chunks.slots
+                )
+            )
+            first, size = at, 0
+    return slices

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is copied, and how: plain data that transfers, ways and feeds share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Way(Enum):
+    """How bytes cross the link."""
+
+    HOST = "host"
+    """Both sides are host memory."""
+    STAGED = "staged"
+    """Gathered on a few multiprocessors into a ring in device memory, then one DMA; the other way round to
+    load.
+    """
+    DIRECT = "direct"
+    """A kernel reads or writes page-locked host memory itself."""
+    STRIDED_DMA = "strided_dma"
+    """The copy engine walks pages and chunks by itself; no multiprocessor is used."""
+
+
+@dataclass(frozen=True)
+class TransferWay:
+    """The way of one direction, and what it reached when it was measured.
+
+    Attributes:
+        blocks: thread blocks of a launch: the multiprocessors in use; 0 where no kernel runs.
+        bytes_per_s: measured at start-up; 0.0 where nothing was measured.
+        link_bytes_per_s: a plain page-locked copy in the same run.
+    """
+
+    way: Way
+    blocks: int = 0
+    bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of memory and their tokens.
+
+    Attributes:
+        addresses: uint64, of each chunk.
+        starts: int64, each chunk's first index into `slots`.
+        ends: int64, one past its last.
+        slots: int64, -1 for a token that is left out.
+    """
+
+    addresses: npt.NDArray[np.uint64]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+
+    def arguments(self) -> tuple[Any, Any, Any, Any]:
+        return self.addresses, self.starts, self.ends, self.slots

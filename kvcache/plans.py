@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store or a load of a window is made of: its chunks and their memory, before and during the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from kvcache.gpu_connector.interface import Completion
+from kvcache.memory.objects import MemoryObj
+from kvcache.storage.lane import Lane
+from kvcache.tokens.database import Chunk
+from kvcache.tokens.keys import CacheEngineKey
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A load that has ended."""
+
+    there: torch.Tensor
+    """bool [tokens]: what was wanted and is in the pages."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    """Why not all copies were made."""
+
+
+OnLoaded = Callable[[Loaded], None]
+
+
+@dataclass(eq=False)
+class StoreCopies:
+    """Chunks on their way from the pages."""
+
+    completion: Completion
+    chunks: list[Chunk]
+    started: float
+    keep: bool
+    """False: the chunks are given back unseen once nothing is written to them any more."""
+    on_stored: Callable[[], None]
+
+
+@dataclass(eq=False)
+class LoadCopies:
+    """Chunks on their way to the pages."""
+
+    completion: Completion
+    plan: LoadPlan
+    num_tokens: int
+    started: float
+    on_loaded: OnLoaded
+    counted: bool = False
+    """Among the loaded tokens."""
+
+
+@dataclass
+class _Plan:
+    """Chunks of a window and their memory."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    objs: list[MemoryObj] = field(default_factory=list)
+    skipped: int = 0
+
+    @property
+    def starts(self) -> list[int]:
+        return [chunk.start for chunk in self.chunks]
+
+    @property
+    def ends(self) -> list[int]:
+        return [chunk.end for chunk in self.chunks]
+
+
+@dataclass
+class StorePlan(_Plan):
+    """Reserved chunks; tokens count from the window's start."""
+
+    stored: int = 0
+    """Stored or on their way."""
+    acknowledged: int = 0
+    """Without a gap once the reserved ones are visible."""
+
+    def copies(
+        self, completion: Completion, started: float, on_stored: Callable[[int], None], *, keep: bool = True
+    ) -> StoreCopies:
+        done = partial(on_stored, self.acknowledged)
+        return StoreCopies(completion, self.chunks, started, keep, done)
+
+
+@dataclass
+class LoadPlan(_Plan):
+    """Leased chunks."""
+
+    owner: str = ""
+    sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
+    """Tiers below that chunks were fetched from for this load."""
+
+    def mask(self, num_tokens: int, chunks: int | None = None) -> torch.Tensor:
+        """bool [tokens]: what is wanted and in the first `chunks` chunks, in all if None."""
+        result = torch.zeros(num_tokens, dtype=torch.bool)
+        held = self.chunks[:chunks]
+        if held:
+            result[max(self.skipped, held[0].start) : held[-1].end] = True
+        return result

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads beside the model: what was asked for arrives, slice by slice, and whoever starts one never waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.gpu_connector import transfer
+from kvcache.gpu_connector.feed import SLICES_IN_FLIGHT, Feed, Feeder, cut
+from kvcache.gpu_connector.interface import Completed, Completion
+from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.gpu_connector.transfer import Chunks
+from tests.csrc.layouts import LAYOUTS, random_slots, scatter
+from tests.gpu_connector.rigs import CHUNK, LAYERS, rig
+
+WAIT_S = 30
+
+
+def chunks_of(lengths: list[int]) -> Chunks:
+    ends = np.cumsum(np.array(lengths, np.int64))
+    return Chunks(
+        addresses=np.arange(len(lengths), dtype=np.uint64),
+        starts=(ends - lengths).astype(np.int64),
+        ends=ends.astype(np.int64),
+        slots=np.arange(sum(lengths), dtype=np.int64),
+    )
+
+
+@dataclass
+class Device:
+    """Copies that end when the test says so, in their order."""
+
+    handed_over: list[int] = field(default_factory=list)
+    """Numbers of the chunks."""
+    copies: list[threading.Event] = field(default_factory=list)
+    most_in_flight: int = 0
+    fails_at: int = -1
+    may_hand_over: threading.Event = field(default_factory=threading.Event)
+
+    def hand_over(self, part: Chunks) -> Completion:
+        assert self.may_hand_over.wait(WAIT_S)
+        if self.fails_at in part.addresses:
+            raise ValueError("a slot outside of the pages")
+        self.handed_over += [int(address) for address in part.addresses]
+        self.copies.append(threading.Event())
+        self.most_in_flight = max(self.most_in_flight, sum(not copy.is_set() for copy in self.copies))
+        return _Copy(self.copies[-1])
+
+    def feed(self, chunks: int, behind_all: Callable[[], Completion] = Completed) -> Feed:
+        return Feed(cut(chunks_of([4] * chunks), 1, 1), self.hand_over, behind_all)
+
+
+class _Copy(Completion):
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    ended = threading.Event()
+    for _ in range(WAIT_S * 1000):
+        if holds():
+            return
+        ended.wait(0.001)
+    raise AssertionError("it never came to that")
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 7), st.integers(1, 300))
+def test_slices_are_whole_chunks_in_order(lengths: list[int], token_bytes: int, slice_bytes: int) -> None:
+    chunks = chunks_of(lengths)
+    slices = cut(chunks, token_bytes, slice_bytes)
+    for name in ("addresses", "starts", "ends"):
+        joined = [int(value) for part in slices for value in getattr(part, name)]
+        assert joined == getattr(chunks, name).tolist()
+    sizes = [[int(n) * token_bytes for n in part.ends - part.starts] for part in slices]
+    assert all(sum(size) >= slice_bytes for size in sizes[:-1])
+    assert all(sum(size[:-1]) < slice_bytes for size in sizes)
+    assert all(sizes)
+
+
+def test_starting_a_load_does_not_wait_and_few_slices_are_under_way() -> None:
+    device, feeder = Device(), Feeder()
+    first, second = device.feed(9), device.feed(4)
+    feeder.start(first)
+    feeder.start(second)
+    # Both calls have come back, and not one slice could be handed over yet.
+    assert (device.handed_over, first.done()) == ([], False)
+    device.may_hand_over.set()
+    for ended in range(13):
+        _until(lambda ended=ended: len(device.copies) == min(13, ended + SLICES_IN_FLIGHT))  # type: ignore[misc]
+        assert (first.done(), second.done()) == (ended >= 9, False)
+        device.copies[ended].set()
+    assert second.wait(WAIT_S)
+    assert first.done()
+    assert device.handed_over == [*range(9), *range(4)]
+    assert device.most_in_flight == SLICES_IN_FLIGHT
+    assert (first.error, first.moved(9), second.moved(4)) == (None, 9, 4)
+    feeder.close()
+
+
+def test_a_load_of_which_a_slice_fails_ends_when_nothing_of_it_runs_any_more() -> None:
+    last = threading.Event()
+    device, feeder = Device(fails_at=3), Feeder()
+    device.may_hand_over.set()
+    failing, next_one = device.feed(6, lambda: _Copy(last)), device.feed(1)
+    feeder.start(failing)
+    feeder.start(next_one)
+    _until(lambda: len(device.copies) == 4)
+    assert device.handed_over == [0, 1, 2, 0], "what lies behind the gap is not wanted, other loads are"
+    for copy in device.copies:
+        copy.set()
+    assert next_one.wait(WAIT_S)
+    assert not failing.done(), "the call that failed may have queued copies"
+    last.set()
+    assert failing.wait(WAIT_S)
+    assert isinstance(failing.error, ValueError)
+    assert (failing.moved(6), next_one.error) == (3, None)
+    feeder.close()
+
+
+def test_closing_ends_what_is_not_handed_over() -> None:
+    device, feeder = Device(), Feeder()
+    device.may_hand_over.set()
+    running, waiting, late = device.feed(9), device.feed(3), device.feed(2)
+    feeder.start(running)
+    feeder.start(waiting)
+    _until(lambda: len(device.copies) == SLICES_IN_FLIGHT)
+    closing = threading.Thread(target=feeder.close)
+    closing.start()
+    for copy in device.copies:
+        copy.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    feeder.start(late)
+    assert all(feed.wait(WAIT_S) for feed in (running, waiting, late))
+    assert all(feed.error is not None for feed in (running, waiting, late))
+    assert (waiting.moved(3), late.moved(2)) == (0, 0)
+    assert running.moved(9) == len(device.handed_over)
+    feeder.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_hold_what_was_loaded(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=random.randrange(1, 9000)))
+    one = rig(layout, VLLMPagedMemGPUConnectorV2)
+    lengths = [CHUNK, CHUNK, random.randint(1, CHUNK)]
+    objs, ends = one.objects(*lengths), np.cumsum(lengths).tolist()
+    starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+    slots = random_slots(one.kv.slots, ends[-1], 8, skip=0.1)
+    expected = one.kv.snapshot()
+    for obj, start, end in zip(objs, starts, ends, strict=True):
+        expected = [scatter(expected[i], slots[start:end], one.rows(obj, i)) for i in range(LAYERS)]
+    feed = one.connector.feed_to_gpu(objs, starts, ends, slot_mapping=slots)
+    assert feed.wait(WAIT_S)
+    assert (feed.error, feed.moved(3)) == (None, 3)
+    assert all(map(torch.equal, one.kv.snapshot(), expected))
+    one.connector.close()
+    one.close()
+
+
+def test_a_slot_outside_of_the_pages_is_the_feeds_error() -> None:
+    one = rig("LBHNC", VLLMPagedMemGPUConnectorV2)
+    (obj,) = one.objects(CHUNK)
+    feed = one.connector.feed_to_gpu([obj], [0], [CHUNK], slot_mapping=torch.arange(CHUNK) + 80 - 3)
+    assert feed.wait(WAIT_S)
+    assert isinstance(feed.error, ValueError)
+    assert feed.moved(1) == 0
+    with pytest.raises(ValueError, match="objects"):
+        one.connector.feed_to_gpu([obj], [0], [], slot_mapping=torch.arange(CHUNK))
+    one.connector.close()
+    one.close()
