@@ -95,7 +95,12 @@ class Appliance:
         raise AssertionError(self.logs())
 
     def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(path.read_text()[-9000:] for path in sorted(self.folder.glob("*.log")))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of vLLM and the sidecar."""
+        return [process.pid for process in self._processes]
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 4) -> None:
         body = {
