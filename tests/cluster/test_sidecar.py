@@ -212,7 +212,8 @@ def test_what_the_status_says_of_the_cache_is_so(world: World) -> None:
     eventually(lambda: world.events("FlushFailed"))
     second.restart_engine()
     eventually(second.is_ready)
-    assert world.flush("fourth", "cpu")["complete"]
+    assert world.flush("fourth", "cpu,remote")["complete"]
+    assert world.stored(OURS) == 0
 
     # A larger tier than the engines have set aside: the pods stay, and what waits is said.
     before = world.kubectl.get("deployment", "qwen", world.namespace)
@@ -234,7 +235,7 @@ def test_what_the_status_says_of_the_cache_is_so(world: World) -> None:
     eventually(lambda: world.status["pendingRestart"] == [])
 
     # Deleted: its objects go with it, and nobody else's.
-    eventually(lambda: world.stored(OURS) >= 2 * OBJECTS)
+    eventually(lambda: world.stored(OURS) == 2 * OBJECTS, "both engines have written all")
     world.kubectl("delete", "kvc", "qwen", "-n", world.namespace)
     assert (world.stored(OURS), world.stored(OTHERS)) == (0, 2 * OBJECTS)
     assert world.store.get("somebody") == b"else"
