@@ -141,12 +141,11 @@ class Room:
     def asked_for(self, keys: Iterable[CacheEngineKey]) -> None:
         """A request uses the chunks: finds them, or computes and then offers them."""
         if self._admission is not None:
-            for key in keys:
-                self._admission.seen(key)
+            self._admission.seen_all(keys)
 
     def touch(self, keys: Iterable[CacheEngineKey]) -> None:
         """Chunks that are here are used, in this order: none of them leaves, if it was to."""
-        entries, touch = self.index.entries, self._policy.touch
+        entries, stayed = self.index.entries, []
         for key in keys:
             entry = entries[key]
             if entry.leaving:
@@ -154,7 +153,8 @@ class Room:
                 self.index.stay(key)
                 self._policy.admit(key)
             else:
-                touch(key)
+                stayed.append(key)
+        self._policy.touch_all(stayed)
 
     # Out
 

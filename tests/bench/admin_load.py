@@ -29,7 +29,7 @@ import psutil
 from kvcache.bench.machine import machine
 from tests.dashboards.appliance import Appliance
 
-ROUTES = ("/metrics", "/v1/stats", "/v1/ranks", "/v1/config", "/v1/stats/tiers/cpu", "/readyz")
+ROUTES = ("/metrics", "/v1/stats", "/v1/config", "/v1/stats/tiers/cpu", "/v1/flush", "/readyz")
 _DECODING = 4
 _OUTPUT_TOKENS = 2_000
 

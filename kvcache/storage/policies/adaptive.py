@@ -6,8 +6,8 @@ They do what LRU does until they have shown on the tier's own uses that they hit
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic
 
 from kvcache.storage.policies.base import AdmissionPolicy, EvictionPolicy, K
@@ -17,8 +17,11 @@ from kvcache.storage.policies.trial import SHORTEST_LIFETIME, GateRival, Lifetim
 
 _REMEMBERED = 4
 """Keys that are not here, for each one that there is room for."""
-_MOST_UNSETTLED = 1024
-"""Uses: some 2 ms of work, which nobody waits for at most lookups."""
+_MOST_NOTES = 4096
+"""Uses that were not taken in yet. Where a tier is read alone and nothing has to be decided, the oldest are
+forgotten."""
+_NOTES_AT_ONCE = 256
+"""Taken in before a decision: half a millisecond at most."""
 _EVICTION_MARGIN = 0.01
 _ADMISSION_MARGIN = 0.04
 """Of LRU's hits: a gate that turned out wrong has not even written what is missed."""
@@ -29,7 +32,7 @@ class AdaptivePolicy(EvictionPolicy[K]):
     lists, the one that is furthest past its lifetime leaves (`kvcache.storage.policies.lifetimes`). As long
     as LRU would hit as much (`kvcache.storage.policies.trial`), the one whose last use is longest ago.
 
-    Lookups wait for `touch`: what it tells is noted, and taken in before the next decision.
+    Lookups wait for `touch`: what it tells is noted, and taken in when something is decided.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -38,16 +41,17 @@ class AdaptivePolicy(EvictionPolicy[K]):
         self._orders: list[Order[K]] = [Order() for _ in range(CLASSES)]
         self._here: dict[K, Use] = {}
         self._gone: _LastUses[K] = _LastUses(_REMEMBERED * max(1, capacity))
-        self._touched: list[K] = []
+        self._touched: _Notes[K] = _Notes()
 
     def admit(self, key: K) -> None:
         self._settle()
         self._use(key, self._gone.pop(key))
 
     def touch(self, key: K) -> None:
-        self._touched.append(key)
-        if len(self._touched) >= _MOST_UNSETTLED:
-            self._settle()
+        self._touched.add([key])
+
+    def touch_all(self, keys: Iterable[K]) -> None:
+        self._touched.add(keys)
 
     def remove(self, key: K) -> None:
         self._settle()
@@ -76,11 +80,11 @@ class AdaptivePolicy(EvictionPolicy[K]):
         return len(self._here)
 
     def _settle(self) -> None:
-        touched, self._touched = self._touched, []
-        for key in touched:
-            previous = self._here[key]
-            self._orders[previous.kind].remove(key)
-            self._use(key, previous)
+        for key in self._touched.take():
+            previous = self._here.get(key)
+            if previous is not None:
+                self._orders[previous.kind].remove(key)
+                self._use(key, previous)
 
     def _use(self, key: K, previous: Use | None) -> None:
         use = self._clock.use(previous)
@@ -104,26 +108,38 @@ class AdaptiveAdmission(AdmissionPolicy[K]):
         self._clock = ReuseClock(capacity)
         self._trial: Trial[K] = Trial(capacity, GateRival, _ADMISSION_MARGIN)
         self._used: _LastUses[K] = _LastUses((1 + _REMEMBERED) * max(1, capacity))
-        self._seen: list[K] = []
+        self._seen: _Notes[K] = _Notes()
 
     def seen(self, key: K) -> None:
-        self._seen.append(key)
-        if len(self._seen) >= _MOST_UNSETTLED:
-            self._settle()
+        self._seen.add([key])
+
+    def seen_all(self, keys: Iterable[K]) -> None:
+        self._seen.add(keys)
 
     def admits(self, key: K, victim: K | None) -> bool:
-        if victim is None:
-            return True
-        self._settle()
+        for noted in self._seen.take():
+            now = self._clock.use(self._used.pop(noted))
+            self._used.put(noted, now)
+            self._trial.use(noted, now, self._clock.plan)
         use = self._used.get(key)
-        return use is None or not self._trial.won or self._clock.plan.worth_writing[use.kind]
+        if victim is None or use is None or not self._trial.won:
+            return True
+        return self._clock.plan.worth_writing[use.kind]
 
-    def _settle(self) -> None:
-        seen, self._seen = self._seen, []
-        for key in seen:
-            use = self._clock.use(self._used.pop(key))
-            self._used.put(key, use)
-            self._trial.use(key, use, self._clock.plan)
+
+class _Notes(Generic[K]):
+    """Keys in the order of their use, the oldest of which are forgotten."""
+
+    def __init__(self) -> None:
+        self._keys: deque[K] = deque(maxlen=_MOST_NOTES)
+
+    def add(self, keys: Iterable[K]) -> None:
+        self._keys.extend(keys)
+
+    def take(self) -> Iterator[K]:
+        """The oldest ones, which are no notes any more."""
+        for _ in range(min(_NOTES_AT_ONCE, len(self._keys))):
+            yield self._keys.popleft()
 
 
 class _LastUses(Generic[K]):

@@ -17,7 +17,7 @@ So each use of an object is told once, whether the object is there or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -42,6 +42,11 @@ class EvictionPolicy(ABC, Generic[K]):
     @abstractmethod
     def touch(self, key: K) -> None:
         """The object was asked for."""
+
+    def touch_all(self, keys: Iterable[K]) -> None:
+        """As `touch` of each key, in their order."""
+        for key in keys:
+            self.touch(key)
 
     @abstractmethod
     def remove(self, key: K) -> None:
@@ -89,6 +94,11 @@ class AdmissionPolicy(ABC, Generic[K]):
     @abstractmethod
     def seen(self, key: K) -> None:
         """A request used the object: found it, or computed it. Once a request, and before `admits`."""
+
+    def seen_all(self, keys: Iterable[K]) -> None:
+        """As `seen` of each key, in their order."""
+        for key in keys:
+            self.seen(key)
 
     @abstractmethod
     def admits(self, key: K, victim: K | None) -> bool:
