@@ -17,6 +17,7 @@ import torch
 from kvcache.bench import policy_cli
 from kvcache.bench.alloc import alloc_results
 from kvcache.bench.disk import SIZES, disk_results
+from kvcache.bench.disk_index import index_results
 from kvcache.bench.down import down_results
 from kvcache.bench.hashing import hash_results
 from kvcache.bench.lmcache_kernel import lmcache_results
@@ -58,6 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--object-mib", type=int, action="append", help="only objects of this size; may be repeated"
     )
     disk.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    index = what.add_parser("index", help="how soon the disk tier knows what lies in its directory")
+    index.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where to work")
+    index.add_argument("--objects", type=int, default=50_000)
+    index.add_argument("--rounds", type=int, default=5)
+    index.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     remote = what.add_parser("remote", help="a remote tier beside its own client, used plainly")
     remote.add_argument("--url", help="of the store; default: a server of Valkey or Redis is started here")
     remote.add_argument("--mib", type=int, default=128, help="what one measurement moves")
@@ -148,6 +154,15 @@ def _disk(options: argparse.Namespace) -> dict[str, Any]:
     return {"disk": _rows(map(dataclasses.asdict, results), columns)}
 
 
+def _index(options: argparse.Namespace) -> dict[str, Any]:
+    if not options.directory.is_dir():
+        raise ValueError(f"--directory: {options.directory} is no folder; name one that exists")
+    if min(options.objects, options.rounds) < 1:
+        raise ValueError("--objects and --rounds must be above 0")
+    results = index_results(options.directory, objects=options.objects, rounds=options.rounds)
+    return {"index": _rows(map(dataclasses.asdict, results), "objects open_s usable_s all_s")}
+
+
 def _remote(options: argparse.Namespace) -> dict[str, Any]:
     sizes = [mib << 20 for mib in options.object_mib] if options.object_mib else REMOTE_SIZES
     if min(options.mib, options.rounds, *sizes) < 1:
@@ -176,6 +191,7 @@ _MEASURES = {
     "alloc": _alloc,
     "scheduler": _scheduler,
     "disk": _disk,
+    "index": _index,
     "down": _down,
     "policy": policy_cli.run,
     "remote": _remote,

@@ -88,7 +88,7 @@ def disk_results(
     if free < 3 * total_bytes:
         raise ValueError(f"{directory} has {free} bytes free, and {3 * total_bytes} are needed; name another")
     for size in sizes:
-        place = Path(tempfile.mkdtemp(prefix="kvcache-bench-", dir=directory))
+        place = Path(tempfile.mkdtemp(prefix="kvcache-bench-", dir=directory.resolve()))
         try:
             yield from _compare(place, size, max(1, total_bytes // size), rounds)
         finally:

@@ -66,3 +66,14 @@ def test_what_cannot_be_is_named(
 ) -> None:
     assert command.main(["disk", *arguments]) == 1
     assert problem in capsys.readouterr().err
+
+
+def test_the_index_is_opened_on_all_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "index.json"
+    words = ["index", "--directory", str(tmp_path), "--objects", "1500", "--rounds", "2", "--json", str(file)]
+    assert command.main(words) == 0
+    rows = json.loads(file.read_text())["index"]
+    assert [row["objects"] for row in rows] == [1500, 1500]
+    assert all(0 < row["open_s"] <= row["usable_s"] <= row["all_s"] for row in rows)
+    assert "usable_s" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"], "what was written is gone"
