@@ -103,15 +103,18 @@ class FlushJobs:
     Args:
         flush_ranks: has every rank drop what of tiers is in a scope; the name of each rank to its results.
         gpu: vLLM's own cache, the tier `gpu`.
+        changed: what was known of the tiers holds no longer.
     """
 
     def __init__(
         self,
         flush_ranks: Callable[[Sequence[str], FlushScope], Awaitable[Mapping[str, Sequence[FlushResult]]]],
         gpu: GpuCache,
+        changed: Callable[[], None],
     ) -> None:
         self._flush_ranks = flush_ranks
         self._gpu = gpu
+        self._changed = changed
         self._reports: dict[str, FlushReport] = {}
         self._task: asyncio.Task[None] | None = None
         self._running = ""
@@ -202,6 +205,7 @@ class FlushJobs:
         for tier in report.tiers:
             complete = all(result.complete for result in report.results if result.tier == tier)
             self.ended[tier, "complete" if complete else "incomplete"] += 1
+        self._changed()
         report.completed_at = datetime.now(UTC)
         report.state = "Done"
         logger.info(

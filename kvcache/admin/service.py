@@ -44,8 +44,9 @@ class Settings:
     """How long a flush of the GPU's cache waits for running requests."""
     sample_s: float = 1.0
     """Between two rounds of questions to all processes: open routes answer from the last one."""
-    fresh_s: float = 0.05
-    """A round that is not older answers again: however many ask, vLLM is asked so often at most."""
+    fresh_s: float = 1.0
+    """A round that is not older answers again: however many ask, vLLM is asked so often at most. In each its
+    processes run some Python, and the model's thread waits for that."""
     config_file: str | None = None
     """The mounted configuration, which is handed to all processes."""
 
@@ -72,7 +73,7 @@ class AdminService:
         )
         self.prompts = PromptReader(settings.vllm_url, transport=transport)
         self.cached = CachedPrompts(self._control, settings.flush_timeout_s)
-        self.flushes = FlushJobs(self._control.flush, self._gpu)
+        self.flushes = FlushJobs(self._control.flush, self._gpu, self._outdate)
         self.mounted = MountedConfig(settings.config_file)
         self.latest = Snapshot(time.time(), missing={"scheduler": "it was not asked yet"})
         """Of the last round of questions, whoever asked for it."""
@@ -165,6 +166,10 @@ class AdminService:
             force=asked.force,
         )
 
+    def _outdate(self) -> None:
+        """Who asks next is told what is so now."""
+        self._collected_at = -math.inf
+
     async def _collect(self) -> Snapshot:
         self.latest = snapshot = await self._control.snapshot()
         self._collected_at = time.monotonic()
@@ -178,5 +183,5 @@ class AdminService:
             with contextlib.suppress(Exception):  # a round less; the next reader sees the reason
                 self.mounted.look()
                 if await self.mounted.hand_over(await self.snapshot(), self._control):
-                    self._collected_at = -math.inf
+                    self._outdate()
             await asyncio.sleep(self._settings.sample_s)
