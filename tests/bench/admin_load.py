@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests to the admin sidecar cost vLLM: `python -m tests.bench.admin_load --model FOLDER`.
 
-A real vLLM decodes all the time. Windows of time with requests to the sidecar stand between windows without,
-and vLLM's own counter of generated tokens tells the rate of each. As in a pod with a share of its own, the
-sidecar and the clients have one core, and vLLM another.
+A real vLLM decodes all the time, and its own counter of generated tokens tells its rate: in windows of time
+without requests, with requests to its sidecar, and with as many to a sidecar that has no vLLM. Sidecars and
+clients have one core and vLLM another, as in a pod where each has its share; but cores share caches and the
+host's threads, and the last kind of window shows what that alone costs. So sidecar against sidecar counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,7 +29,7 @@ import httpx
 import psutil
 
 from kvcache.bench.machine import machine
-from tests.dashboards.appliance import Appliance
+from tests.dashboards.appliance import TOKEN, Appliance
 
 ROUTES = ("/metrics", "/v1/stats", "/v1/config", "/v1/stats/tiers/cpu", "/v1/flush", "/readyz")
 _DECODING = 4
@@ -68,15 +70,38 @@ def _generated(appliance: Appliance) -> float:
     return float(found[1])
 
 
-def _window(appliance: Appliance, seconds: float, requests: int) -> float:
-    """Tokens a second, while so many requests go to the sidecar, evenly."""
+def _window(appliance: Appliance, seconds: float, requests: int, client: httpx.Client | None) -> float:
+    """Tokens a second, while so many requests go to a sidecar, evenly."""
     before, started = _generated(appliance), time.monotonic()
-    for number in range(requests):
+    for number in range(requests if client is not None else 0):
+        assert client is not None
         time.sleep(max(0.0, started + number * seconds / requests - time.monotonic()))
-        appliance.admin.get(ROUTES[number % len(ROUTES)]).raise_for_status()
+        answer = client.get(ROUTES[number % len(ROUTES)])
+        assert answer.is_success or client is not appliance.admin, answer.text
     time.sleep(max(0.0, started + seconds - time.monotonic()))
     after, ended = _generated(appliance), time.monotonic()
     return (after - before) / (ended - started)
+
+
+@contextmanager
+def _sidecar_without_vllm(folder: Path) -> Iterator[tuple[int, httpx.Client]]:
+    folder.mkdir()
+    token_file, log = folder / "token", folder / "log"
+    token_file.write_text(TOKEN)
+    command = [sys.executable, "-m", "kvcache.admin", "--port=0", f"--runtime-dir={folder}"]
+    environ = os.environ | {"KVCACHE_ADMIN_TOKEN_FILE": str(token_file)}
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, "--expected-ranks=1"], stdout=out, stderr=out, env=environ)
+    try:
+        while (found := re.search(r"listens on (http://\S+)", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=found[1], headers=headers, trust_env=False, timeout=60) as client:
+            yield process.pid, client
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _pin(pid: int, core: int) -> None:
@@ -89,14 +114,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.admin_load", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a small model")
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--pairs", type=int, default=10, help="of windows")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a window")
+    parser.add_argument("--rounds", type=int, default=10, help="of three windows")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a window")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         parser.error("this machine gives one core; the sidecar must have one that vLLM has not")
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     folder, sockets = (Path(tempfile.mkdtemp(prefix="kvc-")) for _ in range(2))
     appliance = None
     try:
@@ -105,18 +134,21 @@ def main() -> int:
             _pin(pid, core)
         _pin(os.getpid(), cores[1])
         rows = []
-        with _decoding(appliance):
-            _window(appliance, options.seconds, 0)
-            for number in range(options.pairs):
-                each = options.requests // options.pairs
-                order = (0, each) if number % 2 else (each, 0)
-                rate = {count: _window(appliance, options.seconds, count) for count in order}
-                rows.append({"alone": rate[0], "beside": rate[each], "ratio": rate[each] / rate[0]})
+        each = options.requests // options.rounds
+        with _sidecar_without_vllm(folder / "other") as (pid, other), _decoding(appliance):
+            _pin(pid, cores[1])
+            clients = {"alone": None, "other": other, "own": appliance.admin}
+            _window(appliance, options.seconds, 0, None)
+            for number in range(options.rounds):
+                names = list(clients)[:: 1 if number % 2 else -1]
+                rate = {name: _window(appliance, options.seconds, each, clients[name]) for name in names}
+                rows.append({name: rate[name] for name in clients} | {"ratio": rate["own"] / rate["other"]})
                 print("\t".join(f"{value:.3f}" for value in rows[-1].values()), flush=True)  # noqa: T201
         ratios = sorted(row["ratio"] for row in rows)
         result = {
             "requests": options.requests,
-            "requests_per_s": options.requests / options.pairs / options.seconds,
+            "requests_per_s": each / options.seconds,
+            "other_of_alone": statistics.median(row["other"] / row["alone"] for row in rows),
             "ratio": statistics.median(ratios),
             "low": ratios[0],
             "high": ratios[-1],

@@ -70,7 +70,7 @@ def test_the_resource_in_the_readme_is_one(tmp_path: Path) -> None:
 def test_the_readme_shows_what_the_demo_prints() -> None:
     shown = re.search(r"^```\n(  prompt .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shown is not None
-    printed = report.table(report.Result(3101, 3072, 23.9731, 0.8065, True, 3072, 1.0727))
+    printed = report.table(report.Result(3101, 3072, 5.8218, 0.1298, True, 3072, 0.2172))
     assert re.sub(r"\d", "#", shown[1]).splitlines() == re.sub(r"\d", "#", printed).splitlines()
 
 
