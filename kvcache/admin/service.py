@@ -44,9 +44,9 @@ class Settings:
     """How long a flush of the GPU's cache waits for running requests."""
     sample_s: float = 1.0
     """Between two rounds of questions to all processes: open routes answer from the last one."""
-    fresh_s: float = 1.0
-    """A round that is not older answers again: however many ask, vLLM is asked so often at most. In each its
-    processes run some Python, and the model's thread waits for that."""
+    fresh_s: float = 0.05
+    """A round that is not older answers again: however many ask, vLLM is asked so often at most. Longer, and who
+    asks right after a request is told of before it."""
     config_file: str | None = None
     """The mounted configuration, which is handed to all processes."""
 
