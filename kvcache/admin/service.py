@@ -45,8 +45,8 @@ class Settings:
     sample_s: float = 1.0
     """Between two rounds of questions to all processes: open routes answer from the last one."""
     fresh_s: float = 0.05
-    """A round that is not older answers again: however many ask, vLLM is asked so often at most. Longer, and who
-    asks right after a request is told of before it."""
+    """A round that is not older answers again: however many ask, vLLM is asked so often at most. If it were
+    longer, who asks right after a request would be told of before it."""
     config_file: str | None = None
     """The mounted configuration, which is handed to all processes."""
 
