@@ -44,7 +44,7 @@ class Settings:
     """How long a flush of the GPU's cache waits for running requests."""
     sample_s: float = 1.0
     """Between two rounds of questions to all processes: open routes answer from the last one."""
-    fresh_s: float = 0.05
+    fresh_s: float = 0.1
     """A round that is not older answers again: however many ask, vLLM is asked so often at most. If it were
     longer, who asks right after a request would be told of before it."""
     config_file: str | None = None

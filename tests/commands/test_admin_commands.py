@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_stats_as_json(run: Run, admin: dict[str, str]) -> None:
 
 def test_a_process_that_is_missing_is_named(run: Run, admin: dict[str, str], rank: Process) -> None:
     rank.go.clear()
+    time.sleep(0.2)  # what was asked just before answers for a moment
     found = rows(run("stats", **admin).stdout)
     assert ["rank0", "missing: it did not answer within 2 s", ""] in found
 
