@@ -51,7 +51,8 @@ class DownResult:
     without_s: float
     """Medians."""
     ratio: float
-    """Median of the pairs' ratios, with the tier to without."""
+    """With the tier to without: the geometric mean of two medians, that of the pairs that begin with the one and
+    that of those that begin with the other, since the second of a pair finds other caches than the first."""
     low: float
     high: float
     """Quartiles of the pairs' ratios."""
@@ -184,7 +185,7 @@ def _measure(
         rounds,
         statistics.median(a for a, _ in pairs),
         base,
-        statistics.median(ratios),
+        statistics.geometric_mean(statistics.median(ratios[first::2]) for first in (0, 1)),
         low,
         high,
         quick[0] / quick[1],
