@@ -5,6 +5,8 @@ A real vLLM decodes all the time, and its own counter of generated tokens tells 
 without requests, with requests to its sidecar, and with as many to a sidecar that has no vLLM. Sidecars and
 clients have one core and vLLM another, as in a pod where each has its share; but cores share caches and the
 host's threads, and the last kind of window shows what that alone costs. So sidecar against sidecar counts.
+Where that is noise, the time of processors that a round of questions takes in vLLM's processes says more: the
+sidecar asks ten rounds a second at most, however many ask it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from kvcache.admin.service import Settings
 from kvcache.bench.machine import machine
 from tests.dashboards.appliance import TOKEN, Appliance
 
@@ -70,11 +73,33 @@ def _generated(appliance: Appliance) -> float:
     return float(found[1])
 
 
-def _window(appliance: Appliance, seconds: float, requests: int, client: httpx.Client | None) -> float:
+def _round_ms(appliance: Appliance, seconds: float, rounds: int = 4) -> float:
+    """Of the processors, in all of vLLM's processes, for one round of questions; nothing else runs. In turn
+    with as long a time in which nobody asks, least of the rounds each."""
+
+    def used() -> float:
+        vllm = psutil.Process(appliance.pids[0])
+        return sum(sum(each.cpu_times()[:2]) for each in (vllm, *vllm.children(recursive=True)))
+
+    idle, asked = [], []
+    for _ in range(rounds):
+        before = used()
+        time.sleep(seconds)
+        idle.append(used() - before)
+        before, started, answers = used(), time.monotonic(), 0
+        while time.monotonic() < started + seconds:
+            appliance.admin.get("/v1/stats").raise_for_status()
+            answers += 1
+            time.sleep(1.2 * Settings.fresh_s)  # or the last round would answer
+        asked.append((used() - before, answers))
+    busy, answers = min(asked)
+    return 1000 * (busy - min(idle)) / answers
+
+
+def _window(appliance: Appliance, seconds: float, requests: int, client: httpx.Client) -> float:
     """Tokens a second, while so many requests go to a sidecar, evenly."""
     before, started = _generated(appliance), time.monotonic()
-    for number in range(requests if client is not None else 0):
-        assert client is not None
+    for number in range(requests):
         time.sleep(max(0.0, started + number * seconds / requests - time.monotonic()))
         answer = client.get(ROUTES[number % len(ROUTES)])
         assert answer.is_success or client is not appliance.admin, answer.text
@@ -133,21 +158,26 @@ def main() -> int:
         for pid, core in zip(appliance.pids, cores, strict=True):
             _pin(pid, core)
         _pin(os.getpid(), cores[1])
+        appliance.load(5)
+        round_ms = _round_ms(appliance, options.seconds)
         rows = []
         each = options.requests // options.rounds
         with _sidecar_without_vllm(folder / "other") as (pid, other), _decoding(appliance):
             _pin(pid, cores[1])
-            clients = {"alone": None, "other": other, "own": appliance.admin}
-            _window(appliance, options.seconds, 0, None)
+            kinds = {"alone": (0, other), "other": (each, other), "own": (each, appliance.admin)}
+            _window(appliance, options.seconds, *kinds["alone"])
             for number in range(options.rounds):
-                names = list(clients)[:: 1 if number % 2 else -1]
-                rate = {name: _window(appliance, options.seconds, each, clients[name]) for name in names}
-                rows.append({name: rate[name] for name in clients} | {"ratio": rate["own"] / rate["other"]})
+                names = list(kinds)[:: 1 if number % 2 else -1]
+                rate = {name: _window(appliance, options.seconds, *kinds[name]) for name in names}
+                rows.append({name: rate[name] for name in kinds} | {"ratio": rate["own"] / rate["other"]})
                 print("\t".join(f"{value:.3f}" for value in rows[-1].values()), flush=True)  # noqa: T201
         ratios = sorted(row["ratio"] for row in rows)
         result = {
             "requests": options.requests,
             "requests_per_s": each / options.seconds,
+            "round_ms": round_ms,
+            "rounds_per_s": 1 / Settings.fresh_s,
+            "share_of_a_core": round_ms / 1000 / Settings.fresh_s,
             "other_of_alone": statistics.median(row["other"] / row["alone"] for row in rows),
             "ratio": statistics.median(ratios),
             "low": ratios[0],
