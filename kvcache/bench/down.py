@@ -51,8 +51,8 @@ class DownResult:
     without_s: float
     """Medians."""
     ratio: float
-    """With the tier to without: the geometric mean of two medians, that of the pairs that begin with the one and
-    that of those that begin with the other, since the second of a pair finds other caches than the first."""
+    """With the tier to without: the geometric mean of two medians, that of the pairs in which the one comes
+    first and that of the others, since the second of a pair finds other caches than the first."""
     low: float
     high: float
     """Quartiles of the pairs' ratios."""
