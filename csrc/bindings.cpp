@@ -28,6 +28,23 @@ Digest digest_of(const char* name, const py::bytes& value) {
     return digest;
 }
 
+// A buffer's bytes where they lie. Throws what Python says of one that is not contiguous.
+class Bytes {
+  public:
+    explicit Bytes(const py::buffer& data) {
+        if (PyObject_GetBuffer(data.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+    }
+    ~Bytes() { PyBuffer_Release(&view_); }
+    Bytes(const Bytes&) = delete;
+    Bytes& operator=(const Bytes&) = delete;
+
+    const void* data() const { return view_.buf; }
+    size_t size() const { return static_cast<size_t>(view_.len); }
+
+  private:
+    Py_buffer view_;
+};
+
 // The value of a token id; negative where it is none, with or without an exception set.
 int64_t token_of(PyObject* item) {
 #if PY_VERSION_HEX >= 0x030c0000
@@ -83,15 +100,14 @@ void register_hashing(py::module_& m) {
     m.def(
         "xxh3_128",
         [](const py::buffer& data, std::optional<int64_t> piece) {
-            const py::buffer_info info = data.request();
-            const auto bytes = static_cast<size_t>(info.size * info.itemsize);
+            const Bytes bytes(data);
             if (piece && *piece <= 0)
                 throw std::invalid_argument("piece is " + std::to_string(*piece) + "; it must be above 0");
             Digest digest;
             {
                 const py::gil_scoped_release release;
-                digest = xxh3_128(info.ptr, bytes,
-                                  piece ? static_cast<size_t>(*piece) : std::max(bytes, size_t{1}));
+                digest = xxh3_128(bytes.data(), bytes.size(),
+                                  piece ? static_cast<size_t>(*piece) : std::max(bytes.size(), size_t{1}));
             }
             return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
         },
@@ -101,9 +117,9 @@ void register_hashing(py::module_& m) {
         .def(
             "update",
             [](StreamingHash& hash, const py::buffer& data) {
-                const py::buffer_info info = data.request();
+                const Bytes bytes(data);
                 const py::gil_scoped_release release;
-                hash.update(info.ptr, static_cast<size_t>(info.size * info.itemsize));
+                hash.update(bytes.data(), bytes.size());
             },
             "data"_a)
         .def("digest", [](const StreamingHash& hash) {

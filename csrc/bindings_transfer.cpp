@@ -27,12 +27,25 @@ std::string describe(const PagedLayout& layout) {
     return text.str();
 }
 
+void check(const Pages& pages) {
+    if (pages.device < -1)
+        throw std::invalid_argument("Pages: device is " + std::to_string(pages.device) +
+                                    "; the number of a CUDA device and -1 (host memory) are accepted");
+    for (size_t i = 0; i < pages.bases.size(); ++i)
+        if (pages.bases[i] == 0)
+            throw std::invalid_argument("Pages: layer " +
+                                        std::to_string(static_cast<int64_t>(i) / pages.layout.planes) +
+                                        " has the address 0");
+}
+
 Pages make_pages(const py::object& addresses, const PagedLayout& layout, int device) {
     const auto array = vector_of<uint64_t>("bases", addresses);
+    nested_extent("PagedLayout", steps(layout, true), layout.head_bytes);
     Pages pages{layout, {}, device};
     for (py::ssize_t layer = 0; layer < array.size(); ++layer)
         for (int64_t plane = 0; plane < layout.planes; ++plane)
             pages.bases.push_back(array.at(layer) + static_cast<uint64_t>(plane * layout.kv_stride));
+    check(pages);
     return pages;
 }
 
@@ -49,6 +62,7 @@ Pages make_unilateral(const py::object& keys, const py::object& values, const Pa
         pages.bases.push_back(k.at(layer));
         pages.bases.push_back(v.at(layer));
     }
+    check(pages);
     return pages;
 }
 
@@ -107,6 +121,8 @@ std::vector<Span> spans_of(const char* name, const py::object& addresses, const 
         if (size.at(i) < 0)
             throw std::invalid_argument("sizes[" + std::to_string(i) + "] is " + std::to_string(size.at(i)) +
                                         "; it must not be below 0");
+        if (address.at(i) == 0 && size.at(i) > 0)
+            throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] is the address 0");
         spans.push_back({address.at(i), static_cast<uint64_t>(size.at(i))});
     }
     return spans;

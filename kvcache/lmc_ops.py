@@ -20,8 +20,10 @@ from kvcache import _native
 from kvcache._native import PagedLayout, Pages
 
 __all__ = [
+    "KV_DTYPES",
     "PagedLayout",
     "Pages",
+    "check_dtype",
     "kv_transfer",
     "multi_layer_kv_transfer",
     "multi_layer_kv_transfer_unilateral",
@@ -30,6 +32,28 @@ __all__ = [
     "single_layer_kv_transfer_sgl",
     "zero_tokens",
 ]
+
+
+KV_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.uint8,
+    torch.int8,
+)
+"""Of KV: numbers that engines keep one by one. uint8 is what vLLM calls fp8 that it casts itself."""
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError unless KV may be of this type."""
+    if dtype not in KV_DTYPES:
+        accepted = ", ".join(str(known).removeprefix("torch.") for known in KV_DTYPES)
+        raise ValueError(f"{name} is of {dtype}; {accepted} are accepted")
 
 
 def kv_transfer(
@@ -129,6 +153,7 @@ def multi_layer_kv_transfer(
     planes = 1 if use_mla else 2
     row = key_value.shape[-1] * key_value.element_size() if key_value.dim() else 0
     bases = _addresses("key_value_ptrs", key_value_ptrs)
+    check_dtype("key_value", key_value.dtype)
     layout = _flat_layout(row, page_buffer_size, planes, kv_stride=page_buffer_size * row)
     _check_packed(key_value, None, slot_mapping, layout, token_major, layers=len(bases))
     pages = Pages(bases, layout, _index(torch.device(paged_device)))
@@ -157,6 +182,7 @@ def multi_layer_kv_transfer_unilateral(
     """
     keys, values = _addresses("key_ptrs", key_ptrs), _addresses("value_ptrs", value_ptrs)
     row = key_value.shape[-1] * key_value.element_size() if key_value.dim() else 0
+    check_dtype("key_value", key_value.dtype)
     layout = _flat_layout(row, page_buffer_size, 2, kv_stride=page_buffer_size * row)
     _check_packed(key_value, None, slot_mapping, layout, token_major, layers=len(keys))
     pages = Pages.unilateral(keys, values, layout, _index(torch.device(paged_device)))
@@ -189,6 +215,7 @@ def single_layer_kv_transfer_sgl(
         key_pool.device,
     ):
         raise ValueError(f"value_pool is {_seen(value_pool)}, key_pool {_seen(key_pool)}; they must be alike")
+    check_dtype("key_pool", key_pool.dtype)
     size = key_pool.element_size()
     layout = PagedLayout(
         kv_stride=key_pool.shape[0] * key_pool.stride(0) * size,  # not used: each pool has its own base
@@ -270,6 +297,8 @@ def zero_tokens(packed: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
         ValueError: a tensor that is not contiguous, or a gap outside of it; nothing was written.
     """
     _check_contiguous("the packed tensor", packed)
+    if packed.dim() == 0:
+        raise ValueError(f"the packed tensor is {_seen(packed)}; [T, ...] is accepted")
     for start, end in gaps:
         if not 0 <= start <= end <= packed.shape[0]:
             raise ValueError(f"a gap from {start} to {end} in {packed.shape[0]} tokens")
@@ -286,6 +315,7 @@ def _layer_layout(layer: torch.Tensor, two_major: bool, use_mla: bool) -> PagedL
     two = None if use_mla else 0 if two_major else 1
     if layer.dim() != dims or (two is not None and layer.shape[two] != 2) or layer.stride(-1) != 1:
         raise ValueError(f"kvcache_layer is {_seen(layer)}; {accepted} with contiguous heads is accepted")
+    check_dtype("kvcache_layer", layer.dtype)
     size = layer.element_size()
     block = 1 if two == 0 else 0
     head_bytes = layer.shape[-1] * size
@@ -328,6 +358,7 @@ def _check_packed(
     layers: int | None,
 ) -> None:
     """Raises ValueError unless the packed tensor has the shape that the layout and the mapping ask for."""
+    _check_index("slot_mapping", slot_mapping)
     tokens = slot_mapping.numel()
     hidden = layout.row_bytes // packed.element_size()
     middle = [tokens] if layers is None else [layers, tokens]
@@ -346,9 +377,13 @@ def _check_packed(
         )
 
 
+def _check_index(name: str, index: torch.Tensor) -> None:
+    if not isinstance(index, torch.Tensor) or index.dtype != torch.int64 or index.dim() != 1:
+        raise ValueError(f"{name} is {_seen(index)}; a tensor of int64 with one dimension is accepted")
+
+
 def _slots(slot_mapping: torch.Tensor, name: str = "slot_mapping") -> np.ndarray:
-    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
-        raise ValueError(f"{name} is {_seen(slot_mapping)}; int64 with one dimension is accepted")
+    _check_index(name, slot_mapping)
     slots: np.ndarray = slot_mapping.cpu().contiguous().numpy()
     return slots
 
@@ -401,5 +436,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _seen(tensor: torch.Tensor) -> str:
+def _seen(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
     return f"a tensor {list(tensor.shape)}, stride {list(tensor.stride())}, {tensor.dtype}"

@@ -9,14 +9,16 @@ namespace kvcache {
 
 using HashSecret = std::array<uint8_t, 192>;
 
-// The chain of chunk_hashes for `chunks` chunks; digests has room for 16 bytes each.
-using HashChain = void (*)(const int32_t* tokens, size_t count, size_t chunk_size, size_t chunks,
-                           const Digest& parent, const HashSecret& secret, char* digests);
+// What hash_chain.cpp makes with one set of vector instructions.
+struct HashFunctions {
+    // The chain of chunk_hashes for `chunks` chunks; digests has room for 16 bytes each.
+    void (*chain)(const int32_t* tokens, size_t count, size_t chunk_size, size_t chunks, const Digest& parent,
+                  const HashSecret& secret, char* digests);
+    // As xxh3_128 of hashing.h.
+    Digest (*pieces)(const void* data, size_t bytes, size_t piece);
+};
 
-// hash_chain.cpp, compiled for every processor, and on x86-64 once more for those with AVX2.
-void hash_chain(const int32_t* tokens, size_t count, size_t chunk_size, size_t chunks, const Digest& parent,
-                const HashSecret& secret, char* digests);
-void hash_chain_avx2(const int32_t* tokens, size_t count, size_t chunk_size, size_t chunks,
-                     const Digest& parent, const HashSecret& secret, char* digests);
+extern const HashFunctions kHashFunctions;      // for every processor
+extern const HashFunctions kHashFunctionsAvx2;  // x86-64 with AVX2 only
 
 }  // namespace kvcache

@@ -33,18 +33,21 @@ HashSecret expand(const Digest& key) {
     return secret;
 }
 
+const HashFunctions& hash_functions() {
+#if defined(KVCACHE_HASH_AVX2)
+    static const bool avx2 = __builtin_cpu_supports("avx2");
+    if (avx2) return kHashFunctionsAvx2;
+#endif
+    return kHashFunctions;
+}
+
 }  // namespace
 
 std::string chunk_hashes(const int32_t* tokens, size_t count, size_t chunk_size, const Digest& parent,
                          const Digest& key, bool tail) {
-#if defined(KVCACHE_HASH_AVX2)
-    static const HashChain chain = __builtin_cpu_supports("avx2") ? hash_chain_avx2 : hash_chain;
-#else
-    static const HashChain chain = hash_chain;
-#endif
     const size_t chunks = count / chunk_size + (tail && count % chunk_size != 0 ? 1 : 0);
     std::string digests(16 * chunks, '\0');
-    chain(tokens, count, chunk_size, chunks, parent, expand(key), digests.data());
+    hash_functions().chain(tokens, count, chunk_size, chunks, parent, expand(key), digests.data());
     return digests;
 }
 
@@ -64,16 +67,7 @@ Digest StreamingHash::digest() const {
 }
 
 Digest xxh3_128(const void* data, size_t bytes, size_t piece) {
-    const char* const start = static_cast<const char*>(data);
-    XXH128_hash_t all{}, last{};
-    size_t at = 0;
-    do {
-        last = XXH3_128bits(start + at, std::min(piece, bytes - at));
-        all.low64 ^= last.low64;  // keeps the compiler from dropping the others
-        at += piece;
-    } while (at < bytes);
-    asm volatile("" : : "r"(all.low64));
-    return canonical(last);
+    return hash_functions().pieces(data, bytes, piece);
 }
 
 }  // namespace kvcache

@@ -46,8 +46,9 @@ void populate(char* start, size_t bytes) {
 }  // namespace
 
 HostRegion::HostRegion(size_t capacity, bool huge_pages) : capacity_(capacity) {
-    if (capacity == 0)
-        throw std::invalid_argument("HostRegion: the capacity is 0 bytes; give at least one chunk");
+    if (capacity == 0 || capacity > PTRDIFF_MAX)
+        throw std::invalid_argument("HostRegion: the capacity is " + std::to_string(capacity) +
+                                    " bytes; give at least one chunk and less than 2^63 bytes");
     void* mapped = mmap(nullptr, capacity + kHugePage, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ring.h"
 
+#include <cstdint>
 #include <cstring>
 #include <mutex>
 
@@ -49,6 +50,9 @@ std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_sl
     if (slot_bytes == 0 || num_slots < 1)
         throw std::invalid_argument("a ring of " + std::to_string(num_slots) + " slots of " +
                                     std::to_string(slot_bytes) + " bytes; both must be above 0");
+    if (slot_bytes > PTRDIFF_MAX / static_cast<size_t>(num_slots) - kPartAlignment)
+        throw std::invalid_argument("a ring of " + std::to_string(num_slots) + " slots of " +
+                                    std::to_string(slot_bytes) + " bytes; less than 2^63 bytes are accepted");
     slot_bytes = (slot_bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
     if (device >= 0) return make_cuda_ring(device, slot_bytes, num_slots);
     return std::make_unique<HostRing>(slot_bytes, static_cast<size_t>(num_slots));

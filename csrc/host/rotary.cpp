@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "element_dispatch.h"
+#include "layout.h"
 
 namespace kvcache {
 namespace {
@@ -50,6 +51,12 @@ void check(const RotaryJob& job) {
     if (job.tokens < 0 || job.heads < 1 || job.head_size < 1)
         fail("keys of " + std::to_string(job.tokens) + " tokens, " + std::to_string(job.heads) +
              " heads of " + std::to_string(job.head_size));
+    if (job.tokens > 0 && (job.keys == 0 || job.table == 0))
+        fail(std::string(job.keys == 0 ? "the keys have" : "the table has") + " the address 0");
+    nested_extent(
+        "rotary embedding",
+        {{"token_stride", job.token_stride, job.tokens}, {"head_stride", job.head_stride, job.heads}},
+        job.head_size * static_cast<int64_t>(element_bytes(job.type)));
     if (job.rotary_size < 2 || job.rotary_size % 2 != 0 || job.rotary_size > job.head_size)
         fail("the table has " + std::to_string(job.rotary_size) +
              " entries a position; an even number of at most " + std::to_string(job.head_size) +

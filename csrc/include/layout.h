@@ -3,6 +3,7 @@
 // host code and by the kernels.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -36,6 +37,41 @@ struct PagedLayout {
     bool operator==(const PagedLayout&) const = default;
 };
 
+// A dimension: how far apart, and how many.
+struct Step {
+    const char* name;
+    int64_t stride, count;
+};
+
+// Bytes from the first element's start to the last one's end, elements of `bytes` lying at these steps.
+// Throws std::invalid_argument that names the step by which they would overlap, or leave 64 bits.
+inline int64_t nested_extent(const std::string& what, std::vector<Step> steps, int64_t bytes) {
+    std::sort(steps.begin(), steps.end(),
+              [](const Step& one, const Step& other) { return one.stride < other.stride; });
+    int64_t within = bytes;
+    for (const Step& step : steps) {
+        if (step.count <= 1) continue;
+        const std::string seen = what + ": " + step.name + " is " + std::to_string(step.stride) + " bytes";
+        if (step.stride < within)
+            throw std::invalid_argument(seen + ", below the " + std::to_string(within) +
+                                        " that lie within it: elements would overlap");
+        int64_t reach = 0;
+        if (__builtin_mul_overflow(step.stride, step.count - 1, &reach) ||
+            __builtin_add_overflow(within, reach, &within))
+            throw std::invalid_argument(seen + ", " + std::to_string(step.count) +
+                                        " times; less than 2^63 bytes in all are accepted");
+    }
+    return within;
+}
+
+// `together`: keys and values lie in one pool, so that kv_stride counts.
+inline std::vector<Step> steps(const PagedLayout& layout, bool together) {
+    return {{"kv_stride", layout.kv_stride, together ? layout.planes : 1},
+            {"block_stride", layout.block_stride, layout.num_blocks},
+            {"token_stride", layout.token_stride, layout.block_size},
+            {"head_stride", layout.head_stride, layout.heads}};
+}
+
 // Throws std::invalid_argument that names the field.
 inline void check(const PagedLayout& layout) {
     auto fail = [](const std::string& text) { throw std::invalid_argument("PagedLayout: " + text); };
@@ -48,18 +84,10 @@ inline void check(const PagedLayout& layout) {
     positive("num_blocks", layout.num_blocks);
     if (layout.planes != 1 && layout.planes != 2)
         fail("planes is " + std::to_string(layout.planes) + "; 2 (keys and values) and 1 (MLA) are accepted");
-    auto stride = [&](const char* name, int64_t value, int64_t count) {
-        if (count > 1 && value < layout.head_bytes)
-            fail(std::string(name) + " is " + std::to_string(value) + " bytes, below head_bytes " +
-                 std::to_string(layout.head_bytes) + ": pages would overlap");
-    };
-    stride("kv_stride", layout.kv_stride, layout.planes);
-    stride("block_stride", layout.block_stride, layout.num_blocks);
-    stride("token_stride", layout.token_stride, layout.block_size);
-    stride("head_stride", layout.head_stride, layout.heads);
-    if (layout.num_slots() > INT32_MAX)
-        fail("num_blocks*block_size is " + std::to_string(layout.num_slots()) +
-             " slots; at most 2^31-1 are accepted");
+    if (layout.num_blocks > INT32_MAX / layout.block_size)
+        fail(std::to_string(layout.num_blocks) + " blocks of " + std::to_string(layout.block_size) +
+             " slots; at most 2^31-1 slots are accepted");
+    nested_extent("PagedLayout", steps(layout, false), layout.head_bytes);
 }
 
 // The pages of all layers: one base address a layer and plane, so that keys and values may also lie in

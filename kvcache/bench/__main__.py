@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcache.bench import policy_cli
-from kvcache.bench.alloc import alloc_results
+from kvcache.bench.alloc import alloc_results, metadata_results
 from kvcache.bench.disk import SIZES, disk_results
 from kvcache.bench.disk_index import index_results
 from kvcache.bench.down import down_results
@@ -133,7 +133,14 @@ def _hash(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _alloc(options: argparse.Namespace) -> dict[str, Any]:
-    return {"alloc": _rows(map(dataclasses.asdict, alloc_results()), "chunks pair_ns random_pair_ns")}
+    return {
+        "alloc": _rows(
+            map(dataclasses.asdict, alloc_results()), "chunks pair_ns random_pair_ns random_touch_ns"
+        ),
+        "metadata": _rows(
+            map(dataclasses.asdict, metadata_results()), "eviction admission chunks object_bytes index_bytes"
+        ),
+    }
 
 
 def _scheduler(options: argparse.Namespace) -> dict[str, Any]:

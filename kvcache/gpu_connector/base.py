@@ -108,11 +108,7 @@ class PagedConnector(GPUConnectorInterface):
         """The objects' addresses and tokens, once every object is known to be of `fmt` and to fit its
         tokens.
         """
-        if not len(memory_objs) == len(starts) == len(ends):
-            raise ValueError(
-                f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends; as many "
-                "are accepted"
-            )
+        _check_counts(len(memory_objs), starts, ends)
         for obj, start, end in zip(memory_objs, starts, ends, strict=True):
             shape = fmt.shape(tokens=max(end - start, 0), hidden=self.hidden, layers=self.num_layers)
             if obj.fmt is not fmt or obj.shape != shape or obj.dtype != self.dtype:
@@ -130,19 +126,37 @@ def spans(
     """Chunks over a slot mapping.
 
     Raises:
-        ValueError: a slot mapping that is not int64 with one dimension.
+        ValueError: a slot mapping that is not int64 with one dimension or does not reach as far as a chunk,
+            or not as many addresses, starts and ends.
     """
+    _check_counts(len(addresses), starts, ends)
+    if not isinstance(slot_mapping, torch.Tensor):
+        raise ValueError(f"a slot mapping is a {type(slot_mapping).__name__}; a tensor of int64 is accepted")
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise ValueError(
             f"a slot mapping of {slot_mapping.dtype} with {slot_mapping.dim()} dimensions; int64 with one "
             "is accepted"
         )
-    return Chunks(
+    chunks = Chunks(
         addresses=np.array(addresses, dtype=np.uint64),
         starts=np.array(starts, dtype=np.int64),
         ends=np.array(ends, dtype=np.int64),
         slots=slot_mapping.cpu().contiguous().numpy(),
     )
+    beyond = (chunks.starts < 0) | (chunks.starts > chunks.ends) | (chunks.ends > len(chunks.slots))
+    if beyond.any():
+        at = int(beyond.argmax())
+        raise ValueError(
+            f"chunk {at} spans tokens {starts[at]} to {ends[at]}; the slot mapping has {len(chunks.slots)}"
+        )
+    return chunks
+
+
+def _check_counts(chunks: int, starts: Sequence[int], ends: Sequence[int]) -> None:
+    if not chunks == len(starts) == len(ends):
+        raise ValueError(
+            f"{chunks} memory objects, {len(starts)} starts and {len(ends)} ends; as many are accepted"
+        )
 
 
 def layer_slices(memory_objs: Sequence[MemoryObj], num_layers: int) -> list[list[LayerSlice]]:

@@ -83,8 +83,7 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
                 index.
         """
         generator = super().batched_from_gpu(memory_objs, starts, ends, slot_mapping=slot_mapping, **kwargs)
-        if positions is None:
-            positions = torch.arange(len(slot_mapping))
+        positions = _positions(positions, len(slot_mapping))
         for objs in memory_objs:
             for obj, start, end in zip(objs, starts, ends, strict=True):
                 obj.remember_positions(positions[start:end].cpu().clone())
@@ -113,7 +112,7 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
             cache_positions: move keys to their new positions.
 
         Raises:
-            ValueError: at the call: a mapping that is none, or chunks that overlap.
+            ValueError: at the call: a mapping that is none, chunks that overlap, or not one position a token.
         """
         registered_once(self, kwargs)
         spans([0] * len(starts), starts, ends, slot_mapping)
@@ -138,8 +137,7 @@ class _Plan:
         self._starts, self._ends, self._slots = starts, ends, slot_mapping
         self._first, self._last = min(starts), max(ends)
         self._gaps = _gaps(starts, ends)
-        new = torch.arange(len(slot_mapping)) if positions is None else positions.cpu()
-        self._new_positions = new[self._first : self._last]
+        self._new_positions = _positions(positions, len(slot_mapping))[self._first : self._last]
         self._rotary = connector.fused_rotary_emb if cache_positions else None
         self._buffers: list[torch.Tensor] = []
         self._written: list[torch.cuda.Event | None] = [None, None]
@@ -214,6 +212,18 @@ class _Plan:
         return torch.unflatten(buffer[:, 0], -1, (layout.heads, -1))
 
 
+def _positions(positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """One a token of the slot mapping, on the CPU. Raises ValueError for others."""
+    if positions is None:
+        return torch.arange(tokens)
+    if positions.dtype != torch.int64 or list(positions.shape) != [tokens]:
+        raise ValueError(
+            f"positions {list(positions.shape)} of {positions.dtype}; [{tokens}] of int64, one a token of "
+            "the slot mapping, is accepted"
+        )
+    return positions.cpu()
+
+
 def _gaps(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
     """Ranges between chunks, from the first one's start on. Raises ValueError for chunks that overlap."""
     ordered = sorted(zip(starts, ends, strict=True))
@@ -244,7 +254,7 @@ def _blend(num_layers: int, plan: _Plan | None) -> Generator[Completion, LayerOb
             if index < num_layers:
                 layers[index] = plan.load(index, objs)
         except Exception as error:
-            return Failed(error)
+            return Failed(error, completion)
         return completion
 
     try:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kvcache._native import PagedLayout, Pages, batched_kv_transfer
+from kvcache.lmc_ops import check_dtype
 
 __all__ = [
     "LayerSpec",
@@ -161,11 +162,7 @@ def _copy(pages: Pages, packed: torch.Tensor, slots: np.ndarray, store: bool) ->
 
 
 def _match(tensor: torch.Tensor, spec: LayerSpec) -> tuple[str, PagedLayout]:
-    if tensor.element_size() != spec.dtype.itemsize:
-        raise UnknownLayout(
-            f"{_seen(tensor)} has {tensor.element_size()} bytes an element; the specification says "
-            f"{spec.dtype}"
-        )
+    check_declared_dtype(tensor, spec.dtype)
     _gap(tensor)
     known = _MLA_AXES if spec.use_mla else _KV_AXES
     if spec.axes is not None and spec.axes not in known:
@@ -180,6 +177,22 @@ def _match(tensor: torch.Tensor, spec: LayerSpec) -> tuple[str, PagedLayout]:
             "block size"
         )
     return next(iter(found.items()))
+
+
+def check_declared_dtype(tensor: torch.Tensor, declared: torch.dtype) -> None:
+    """Raises UnknownLayout unless the tensor's elements are KV of the declared type; fp8 may come as
+    bytes.
+    """
+    try:
+        check_dtype("the specification", declared)
+        check_dtype(_seen(tensor), tensor.dtype)
+    except ValueError as error:
+        raise UnknownLayout(f"{error}; caching stays off") from None
+    if tensor.dtype != declared and not tensor.element_size() == declared.itemsize == 1:
+        raise UnknownLayout(
+            f"{_seen(tensor)} has {tensor.element_size()} bytes an element of {tensor.dtype}; the "
+            f"specification says {declared}"
+        )
 
 
 def _layout(tensor: torch.Tensor, axes: str, spec: LayerSpec) -> PagedLayout | None:
@@ -285,9 +298,13 @@ def _token_view(tensor: torch.Tensor, axes: str, layout: PagedLayout) -> torch.T
 
 
 def device_index(device: torch.device) -> int:
-    """The number that the native module knows a device by: -1 for the CPU."""
+    """The number that the native module knows a device by: -1 for the CPU. Raises UnknownLayout for others
+    than CUDA devices.
+    """
     if device.type == "cpu":
         return -1
+    if device.type != "cuda":
+        raise UnknownLayout(f"KV tensors on {device}; cpu and cuda are accepted")
     return device.index if device.index is not None else torch.cuda.current_device()
 
 

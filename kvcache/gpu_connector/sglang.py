@@ -15,7 +15,7 @@ import torch
 
 from kvcache._native import PagedLayout, Pages
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
-from kvcache.gpu_connector.layout import UnknownLayout, device_index
+from kvcache.gpu_connector.layout import UnknownLayout, check_declared_dtype, device_index
 from kvcache.gpu_connector.paged import BulkConnector
 
 
@@ -60,7 +60,7 @@ class PoolSpec:
         heads_stride = first.stride(1) if self.num_kv_heads > 1 else self.head_size
         size = first.element_size()
         layout = PagedLayout(
-            kv_stride=first.nbytes,  # not used: each pool has its own base
+            kv_stride=first.shape[0] * first.stride(0) * size,  # not used: each pool has its own base
             block_stride=first.stride(0) * size,
             token_stride=first.stride(0) * size,
             head_stride=heads_stride * size,
@@ -71,6 +71,10 @@ class PoolSpec:
             planes=self.planes,
         )
         bases = np.array([pool.data_ptr() for pool in kvcaches], dtype=np.uint64)
+        if len(set(bases.tolist())) < len(bases):
+            raise UnknownLayout(
+                "two pools share their memory; one of keys and one of values a layer is accepted"
+            )
         device = device_index(first.device)
         if self.use_mla:
             return Pages(bases, layout, device)
@@ -78,11 +82,11 @@ class PoolSpec:
         return Pages.unilateral(bases[:layers].copy(), bases[layers:].copy(), layout, device)
 
     def _check(self, index: int, pool: torch.Tensor, first: torch.Tensor) -> None:
+        check_declared_dtype(pool, self.dtype)
         accepted = f"[slots, {self.num_kv_heads}, {self.head_size}]"
         if (
             pool.dim() != 3
             or list(pool.shape[1:]) != [self.num_kv_heads, self.head_size]
-            or pool.element_size() != self.dtype.itemsize
             or pool.stride(-1) != 1
             or pool.stride(0) < pool.shape[1] * pool.shape[2]
         ):

@@ -12,7 +12,7 @@ import torch
 
 from kvcache.gpu_connector.base import spans
 from kvcache.gpu_connector.interface import Completed, Completion, GPUConnectorInterface
-from kvcache.gpu_connector.layout import LayerSpec, describe_layer, token_view
+from kvcache.gpu_connector.layout import LayerSpec, UnknownLayout, describe_layer, token_view
 from kvcache.memory.formats import MemoryFormat
 from kvcache.memory.objects import MemoryObj
 
@@ -56,7 +56,9 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
         return MemoryFormat.KV_LTD if self.kv_planes == 1 else MemoryFormat.KV_LT2D
 
     def initialize_kvcaches_ptr(self, *, kvcaches: Sequence[torch.Tensor]) -> None:
-        """Takes the pages. Raises UnknownLayout for tensors that are not as declared."""
+        """Takes the pages. Raises UnknownLayout for tensors that are not as declared, or none."""
+        if not kvcaches:
+            raise UnknownLayout("no KV tensors were given; one a layer is accepted")
         for tensor in kvcaches:
             describe_layer(tensor, self._spec)
         self._views = [token_view(tensor, self._spec) for tensor in kvcaches]
@@ -129,11 +131,11 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
         checked = []
         for obj, start, end in zip(memory_objs, starts, ends, strict=True):
             slots = slot_mapping[start:end].cpu()
-            within, shape = 0 <= start <= end <= len(slot_mapping), self.get_shape(max(end - start, 0))
-            if not within or obj.shape != shape or obj.dtype != self.dtype:
+            shape = self.get_shape(end - start)
+            if obj.shape != shape or obj.dtype != self.dtype:
                 raise ValueError(
-                    f"a memory object {list(obj.shape)} of {obj.dtype} for the tokens {start} to {end} of "
-                    f"{len(slot_mapping)}; {list(shape)} of {self.dtype} is accepted"
+                    f"a memory object {list(obj.shape)} of {obj.dtype} for the tokens {start} to {end}; "
+                    f"{list(shape)} of {self.dtype} is accepted"
                 )
             bad = ((slots < -1) | (slots >= limit)).nonzero()
             if len(bad):

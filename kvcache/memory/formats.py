@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from kvcache.lmc_ops import check_dtype
+
 
 class MemoryFormat(enum.Enum):
     """Names of the notes, and two of our own for the resident layout (all layers of a chunk in one
@@ -109,6 +111,7 @@ class KVShape:
             raise ValueError(
                 f"KVShape: kv_planes is {self.kv_planes}; 2 (keys and values) and 1 (MLA) are accepted"
             )
+        check_dtype("KVShape", self.dtype)
 
     @classmethod
     def of(cls, connector: ShapedConnector, chunk_tokens: int) -> KVShape:

@@ -100,7 +100,16 @@ class MemoryObj:
         return LayerSlice(self, index)
 
     def remember_positions(self, positions: torch.Tensor) -> None:
-        """Notes the positions (int64 [tokens]) that the object's keys were rotated for."""
+        """Notes the positions (int64 [tokens]) that the object's keys were rotated for.
+
+        Raises:
+            ValueError: not one position a token.
+        """
+        if positions.dtype != torch.int64 or list(positions.shape) != [self.num_tokens]:
+            raise ValueError(
+                f"positions {list(positions.shape)} of {positions.dtype} for a memory object of "
+                f"{self.num_tokens} tokens; [{self.num_tokens}] of int64 is accepted"
+            )
         self.cached_positions = positions
 
     def _owner(self) -> ChunkAllocator:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache.bench import __main__ as command
-from kvcache.bench.alloc import alloc_results
+from kvcache.bench.alloc import alloc_results, metadata_results
 from kvcache.bench.hashing import hash_results
 from kvcache.bench.shapes import CPU_SHAPES, SHAPES, Shape
 from kvcache.bench.transfer import Bench, transfer_results
@@ -53,8 +53,15 @@ def test_results() -> None:
 
 
 def test_hashes_and_allocations() -> None:
-    assert [result.chunk_tokens for result in hash_results(4096, runs=3)] == [16, 256, 1024]
+    assert [result.chunk_tokens for result in hash_results(4096, runs=3)] == [16, 32, 64, 256, 1024]
     assert [result.chunks for result in alloc_results((10, 100), pairs=4000)] == [10, 100]
+
+
+def test_the_index_costs_more_than_the_memory_objects_and_the_default_more_than_lru() -> None:
+    plain, default = metadata_results(2_000)
+    # Five fields and a number of Python's own; a key has a tuple and a hash of its own beside that.
+    assert 5 * 8 < plain.object_bytes < 200
+    assert plain.object_bytes + 100 < plain.index_bytes < default.index_bytes
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,9 @@ KV_LAYOUTS = (
     "B2NHD",
     "2BHND",
     "B2HND",
+    # vLLM's axes over memory in another order, as VLLM_KV_CACHE_LAYOUT=HND makes it up to 0.25.
+    "2BNHD over 2BHND",
+    "B2NHD over B2HND",
     # Logical [B, H, N, 2D] in the memory orders of vLLM's KVCacheLayout, and the same with tokens before
     # heads.
     "LBHNC",
@@ -96,7 +99,15 @@ def make_kv(
     return _over(layout, spec, storage)
 
 
+def axes_of(layout: str) -> str:
+    """As a specification declares them: some shapes fit several."""
+    if layout.startswith("MLA"):
+        return "BHNC" if "1" in layout else "BNC"
+    return "BHNC" if "L" in layout else layout.split()[0]
+
+
 def _physical(name: str) -> str:
+    name = name.split()[-1]
     return name if "L" in name else "L" + name
 
 
@@ -108,7 +119,7 @@ def _over(layout: str, spec: LayerSpec, storage: torch.Tensor) -> PagedKV:
     at = physical.index("L")
     per_layer = [storage.select(at, layer) for layer in range(storage.shape[at])]
     # vLLM names the axes B, H, N, C whatever their order in memory is.
-    logical = axes
+    logical = name.split()[0] if "over" in name else axes
     if "L" in name and not spec.use_mla:
         logical = "BHNC"
     elif name == "BLNC":

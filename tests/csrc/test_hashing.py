@@ -44,7 +44,11 @@ def test_the_reference_is_xxh3(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "count"), [(16, 80), (16, 87), (48, 200), (256, 1024), (256, 1000), (1024, 3000)]
+    ("chunk_size", "count"),
+    [
+        *[(5, 35), (16, 80), (16, 87), (32, 160), (33, 99), (48, 200), (60, 130), (61, 122)],
+        *[(256, 1024), (256, 1000), (1024, 3000)],
+    ],
 )
 def test_digests_equal_the_reference(chunk_size: int, count: int) -> None:
     tokens = random_tokens(count)
@@ -58,6 +62,8 @@ def test_a_known_digest_holds_on_every_machine() -> None:
     tokens = np.arange(512, dtype=np.int32)
     digests = _native.chunk_hashes(tokens, 256, bytes(16), bytes(16))
     assert digests.hex() == "d2319b3027354c9669bfb604450e8ba7b3b16e38609cd2fea25387a9d17bc999"
+    digests = _native.chunk_hashes(tokens[:32], 16, bytes(16), bytes(16))
+    assert digests.hex() == "6d4f4611269eb89723af78c3942dc5fbcc6dfbe815a60bf3cc6d8d73aa23e770"
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 200))
@@ -87,6 +93,16 @@ def test_every_input_changes_the_digest() -> None:
 
 def test_no_tokens_give_no_digest() -> None:
     assert _native.chunk_hashes(np.empty(0, np.int32), 16, ROOT, KEY, tail=True) == b""
+
+
+def test_bytes_that_do_not_lie_together_are_refused() -> None:
+    """Their first bytes would be hashed in the place of all."""
+    apart = np.arange(100, dtype=np.uint8)[::2].data
+    for use in (_native.xxh3_128, _native.Xxh3_128().update):
+        with pytest.raises(BufferError, match="not C-contiguous"):
+            use(apart)
+    whole = np.arange(24).reshape(2, 3, 4)
+    assert _native.xxh3_128(whole.data) == xxhash.xxh3_128_digest(whole.tobytes())
 
 
 @pytest.mark.parametrize(

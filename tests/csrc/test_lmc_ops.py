@@ -103,6 +103,19 @@ def test_bad_arguments_are_named() -> None:
         (lambda: single(good, layer[0]), r"\[2, B, N, H, D\] with contiguous heads is accepted"),
         (lambda: single(good, layer.transpose(0, 1)), r"\[2, B, N, H, D\]"),
         (lambda: single(good, layer, slots.int()), "int64 with one dimension"),
+        (lambda: single(good, layer, slots.double()), "torch.float64; a tensor of int64"),
+        (lambda: single(good, layer, slots[None]), r"\[1, 5\].*; a tensor of int64 with one dimension"),
+        (lambda: single(good, layer, slots.tolist()), "slot_mapping is a list; a tensor of int64"),  # type: ignore[arg-type]
+        (lambda: single(good, layer, slots[:4]), r"\[5, 2, 30\].*; \[4, 2, 30\] is accepted for 4 slots"),
+        (lambda: single(good, layer, slots - 2), r"slot_mapping\[0\] is -2; slots from 0 to 111 and -1"),
+        (
+            lambda: single(good, layer.long()),
+            "of torch.int64; float64, float32, bfloat16, float16, .* are accepted",
+        ),
+        (lambda: single(good, layer[:1].expand(2, 7, 16, 3, 10)), "kv_stride is 0 bytes, below the 40"),
+        (lambda: single(good, layer[:, :0]), "num_blocks is 0"),
+        (lambda: single(good, layer.to("meta")), "pages on meta; cpu and cuda are accepted"),
+        (lambda: single(good.to("meta")), "the packed tensor on meta; host memory is accepted"),
         (lambda: single(good, layer, slots + 110), r"slot_mapping\[2\] is 112"),
     ]
     for call, text in cases:
@@ -112,6 +125,21 @@ def test_bad_arguments_are_named() -> None:
         lmc_ops.multi_layer_kv_transfer(
             torch.zeros(2, 1, 5, 30), torch.zeros(1), slots, torch.device("cpu"), 9, True, False
         )
+    cpu = torch.device("cpu")
+    for move, dtype, address, text in (
+        (
+            lmc_ops.multi_layer_kv_transfer,
+            torch.int32,
+            1,
+            "key_value is of torch.int32; float64, float32, .* accepted",
+        ),
+        (lmc_ops.multi_layer_kv_transfer, torch.float32, 0, "layer 0 has the address 0"),
+    ):
+        packed, pointer = torch.zeros(2, 1, 5, 30, dtype=dtype), torch.full((1,), address)
+        with pytest.raises(ValueError, match=text):
+            move(packed, pointer, slots, cpu, 9, True, False)
+        with pytest.raises(ValueError, match=text):
+            lmc_ops.multi_layer_kv_transfer_unilateral(packed, pointer, pointer, slots, cpu, 9, True)
     with pytest.raises(ValueError, match="a page buffer of 0 slots"):
         lmc_ops.multi_layer_kv_transfer(
             torch.zeros(2, 1, 5, 30), torch.ones(1).long(), slots, torch.device("cpu"), 0, True, False

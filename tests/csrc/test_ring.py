@@ -69,6 +69,9 @@ def test_bad_rings_and_batches_are_refused() -> None:
         _native.StagingRing(-1, 64, 0)
     with pytest.raises(ValueError, match="a ring of 4 slots of 0 bytes"):
         _native.StagingRing(-1, 0, 4)
+    for slot_bytes in (1 << 62, (1 << 64) - 100):
+        with pytest.raises(ValueError, match=r"a ring of 4 slots of \d+ bytes; less than 2\^63 bytes"):
+            _native.StagingRing(-1, slot_bytes, 4)
     chunk = torch.full((192,), 7, dtype=torch.uint8)
     one, slots = (np.array([0]), np.array([1])), np.array([99])
     ring = _native.StagingRing(-1, 1 << 20, 2)

@@ -150,6 +150,8 @@ def test_there_and_back_is_almost_nothing() -> None:
         ({"new_positions": torch.tensor([0])}, "2 and 1 entries"),
         ({"old_positions": torch.tensor([0])}, "old_positions has 1 entries for keys of 2 tokens"),
         ({"key": torch.zeros(2, 1, 15)}, r"\[T, H, 16\] with contiguous heads"),
+        ({"key": torch.zeros(1, 1, 16).expand(2, 1, 16)}, "token_stride is 0 bytes, below the 64"),
+        ({"key": torch.zeros(48).as_strided((2, 2, 16), (16, 16, 1))}, "below the 128 that lie within it"),
         ({"key": torch.zeros(2, 1, 16).int()}, "dtype int32; float32"),
         ({"cos_sin_cache": torch.zeros(9, 18)}, "18 entries a position; an even number of at most 16"),
         ({"cos_sin_cache": torch.zeros(9, 7)}, "7 entries a position"),
@@ -175,6 +177,8 @@ def test_gaps_become_zeros() -> None:
     before = buffer.clone()
     lmc_ops.zero_tokens(buffer, [(0, 3), (7, 7), (18, 20)])
     kept = [*range(3, 18)]
+    with pytest.raises(ValueError, match=r"the packed tensor is a tensor \[\]"):
+        lmc_ops.zero_tokens(torch.tensor(1.0), [(0, 1)])
     assert torch.equal(buffer[kept], before[kept])
     assert int(buffer[[0, 1, 2, 18, 19]].sum()) == 0
     with pytest.raises(ValueError, match="a gap from 18 to 21 in 20 tokens"):

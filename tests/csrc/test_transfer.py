@@ -245,8 +245,13 @@ def test_bad_batches_are_refused() -> None:
     [
         ({"heads": 0}, "heads is 0"),
         ({"planes": 3}, "planes is 3"),
-        ({"token_stride": 15}, "token_stride is 15 bytes, below head_bytes 16"),
-        ({"num_blocks": 1 << 30}, r"at most 2\^31-1 are accepted"),
+        ({"token_stride": 15}, "token_stride is 15 bytes, below the 16 that lie within it"),
+        ({"token_stride": -16}, "token_stride is -16 bytes"),
+        ({"block_stride": 63}, "block_stride is 63 bytes, below the 64 that lie within it"),
+        ({"heads": 2, "head_stride": 16}, "16 bytes, below the (32|64|1616) that lie within it"),
+        ({"num_blocks": 1 << 30}, r"1073741824 blocks of 4 slots; at most 2\^31-1 slots are accepted"),
+        ({"num_blocks": 1 << 33, "block_size": 1 << 33}, r"at most 2\^31-1 slots are accepted"),
+        ({"block_stride": 1 << 62}, r"100 times; less than 2\^63 bytes in all are accepted"),
     ],
 )
 def test_layouts_that_cannot_be(changed: dict[str, int], text: str) -> None:
@@ -257,6 +262,37 @@ def test_layouts_that_cannot_be(changed: dict[str, int], text: str) -> None:
     assert _native.PagedLayout(**good).extent == 6400 + 99 * 64 + 3 * 16 + 16
     with pytest.raises(ValueError, match=text):
         _native.PagedLayout(**(good | changed))
+
+
+def test_pages_that_cannot_be() -> None:
+    def layout(**changed: int) -> _native.PagedLayout:
+        strides = {"kv_stride": 6400, "block_stride": 64, "token_stride": 16, "head_stride": 16}
+        counts = {"heads": 1, "head_bytes": 16, "block_size": 4, "num_blocks": 100, "planes": 2}
+        return _native.PagedLayout(**(strides | counts | changed))
+
+    some, none = np.array([4096, 8192], dtype=np.uint64), np.array([4096, 0], dtype=np.uint64)
+    with pytest.raises(ValueError, match="layer 1 has the address 0"):
+        _native.Pages(none, layout())
+    for keys, values in ((some, none), (none, some)):
+        with pytest.raises(ValueError, match="layer 1 has the address 0"):
+            _native.Pages.unilateral(keys, values, layout())
+    with pytest.raises(ValueError, match=r"device is -2; .* -1 \(host memory\) are accepted"):
+        _native.Pages(some, layout(), -2)
+    values_in_keys = layout(kv_stride=6399)
+    with pytest.raises(ValueError, match="kv_stride is 6399 bytes, below the 6400 that lie within it"):
+        _native.Pages(some, values_in_keys)
+    assert _native.Pages.unilateral(some, some, values_in_keys).num_layers == 2, "each pool has its own base"
+
+
+def test_spans_at_no_address_are_refused() -> None:
+    nowhere, sizes = np.zeros(2, dtype=np.uint64), np.array([0, 5])
+    with pytest.raises(ValueError, match=r"targets\[1\] is the address 0"):
+        _native.copy_spans(nowhere, nowhere, sizes)
+    with pytest.raises(ValueError, match=r"addresses\[1\] is the address 0"):
+        _native.zero_spans(nowhere, sizes)
+    with pytest.raises(ValueError, match=r"sizes\[0\] is -1"):
+        _native.zero_spans(nowhere, np.array([-1, 0]))
+    _native.zero_spans(nowhere, np.zeros(2, dtype=np.int64))
 
 
 def _bases(tensors: list[torch.Tensor]) -> np.ndarray:

@@ -139,24 +139,50 @@ def test_with_nothing_to_do_the_steps_are_as_many(one: Rig) -> None:
     assert all(map(torch.equal, one.kv.snapshot(), before))
 
 
-def test_buffers_come_back_after_an_error(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object, **options: object) -> None:
-        raise RuntimeError("CUDA: it is gone")
-
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize(
+    ("call", "steps_later"),
+    [("copy_spans", 0), ("zero_spans", 1), ("rotate_keys", 1), ("batched_kv_transfer", 2)],
+)
+def test_after_an_error_in_any_stage_the_steps_are_as_many(
+    one: Rig, monkeypatch: pytest.MonkeyPatch, call: str, steps_later: int, layer: int
+) -> None:
+    """A layer is loaded in its own step, computed in the next and written in the one after. What was written
+    before is whole, what comes after is not written, and the buffers come back (the fixture looks).
+    """
     (obj,) = normal(one, 16)
-    monkeypatch.setattr(_native, "copy_spans", broken)
+    obj.remember_positions(torch.arange(16) + 100)
+    real, calls = getattr(_native, call), []
+
+    def breaks(*arguments: object, **options: object) -> None:
+        calls.append(call)
+        if len(calls) > layer:
+            raise RuntimeError("CUDA: it is gone")
+        real(*arguments, **options)
+
+    monkeypatch.setattr(_native, call, breaks)
+    before = one.kv.snapshot()
     loads = one.connector.batched_to_gpu([0], [16], slot_mapping=torch.arange(16))
-    seen = [next(loads), *(loads.send(slices([obj], layer)) for layer in range(LAYERS)), next(loads)]
-    assert [completion.error is None for completion in seen] == [True] + [False] * (LAYERS + 1)
+    seen = [next(loads), *(loads.send(slices([obj], at)) for at in range(LAYERS)), next(loads)]
     assert next(loads, "end") == "end"
+    # Yield i tells of step i - 1; the last of the two that are left by then.
+    good = min(layer + steps_later, LAYERS) + 1
+    assert [completion.error is None for completion in seen] == [True] * good + [False] * (LAYERS + 2 - good)
+    assert str(seen[-1].error) == "CUDA: it is gone"
+    assert len(calls) == layer + 1, "something was tried after the error"
+    written = [not torch.equal(*rows) for rows in zip(one.kv.snapshot(), before, strict=True)]
+    whole = layer if call == "batched_kv_transfer" else max(layer + steps_later - 1, 0)
+    assert written == [at < whole for at in range(LAYERS)]
 
 
-def test_buffers_come_back_when_closed_early(one: Rig) -> None:
+@pytest.mark.parametrize("steps", range(LAYERS + 2))
+def test_buffers_come_back_when_closed_early(one: Rig, steps: int) -> None:
     (obj,) = normal(one, 16)
     loads = one.connector.batched_to_gpu([0], [16], slot_mapping=torch.arange(16))
-    next(loads)
-    loads.send(slices([obj], 0))
-    assert one.connector.gpu_buffer_allocator.in_use_bytes == 2 * 16 * 2 * 32 * 4
+    assert one.connector.gpu_buffer_allocator.in_use_bytes == 0
+    for step in range(steps):
+        next(loads) if step in (0, LAYERS + 1) else loads.send(slices([obj], step - 1))
+        assert one.connector.gpu_buffer_allocator.in_use_bytes == 2 * 16 * 2 * 32 * 4
     loads.close()
 
 
@@ -175,6 +201,42 @@ def test_too_little_memory_for_buffers_is_an_error_of_that_load() -> None:
     assert made.connector.gpu_buffer_allocator.in_use_bytes == 0
     assert all(map(torch.equal, made.kv.snapshot(), before))
     made.close()
+
+
+def test_positions_are_one_a_token(one: Rig) -> None:
+    """A single one would otherwise stand for all of a chunk's."""
+    (obj,) = normal(one, 16)
+    slots = torch.arange(16)
+    for wrong in (torch.arange(1), torch.arange(17), torch.arange(16.0), torch.arange(16)[:, None]):
+        with pytest.raises(
+            ValueError, match=r"of torch\.\w+; \[16\] of int64, one a token of the slot mapping"
+        ):
+            one.connector.batched_to_gpu([0], [16], slot_mapping=slots, positions=wrong)
+        with pytest.raises(ValueError, match=r"\[16\] of int64, one a token of the slot mapping"):
+            one.connector.batched_from_gpu(
+                layer_slices([obj], LAYERS), [0], [16], slot_mapping=slots, positions=wrong
+            )
+        with pytest.raises(
+            ValueError, match=r"for a memory object of 16 tokens; \[16\] of int64 is accepted"
+        ):
+            obj.remember_positions(wrong)
+    assert obj.cached_positions is None
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "text"),
+    [
+        ([0], [17], "chunk 0 spans tokens 0 to 17; the slot mapping has 16"),
+        ([0, -3], [3, 0], "chunk 1 spans tokens -3 to 0"),
+        ([5], [4], "chunk 0 spans tokens 5 to 4"),
+        ([0, 5], [5], "2 memory objects, 2 starts and 1 ends"),
+    ],
+)
+def test_chunks_that_are_not_in_the_mapping_are_refused(
+    one: Rig, starts: list[int], ends: list[int], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        one.connector.batched_to_gpu(starts, ends, slot_mapping=torch.arange(16))
 
 
 def test_chunks_that_overlap_are_refused(one: Rig) -> None:

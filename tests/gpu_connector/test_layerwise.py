@@ -103,17 +103,22 @@ class _Broken:
             raise RuntimeError("CUDA: an illegal access was made")
 
 
-def test_after_an_error_the_steps_are_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("good", range(LAYERS))
+def test_after_an_error_the_steps_are_as_many(monkeypatch: pytest.MonkeyPatch, good: int) -> None:
     made = rig("LBHNC", partial(VLLMPagedMemLayerwiseGPUConnector, use_gpu=False))
     objs, slots = made.objects(16), torch.arange(16)
-    monkeypatch.setattr(_native, "batched_kv_transfer", _Broken(good=1))
+    monkeypatch.setattr(_native, "batched_kv_transfer", _Broken(good))
     stores = list(made.connector.batched_from_gpu(layer_slices(objs, LAYERS), [0], [16], slot_mapping=slots))
-    assert [completion.error is None for completion in stores] == [True, False, False, False]
+    assert [completion.error is None for completion in stores] == [True] * good + [False] * (
+        LAYERS + 1 - good
+    )
     assert "illegal access" in str(stores[-1].error)
-    monkeypatch.setattr(_native, "batched_kv_transfer", _Broken(good=0))
+    monkeypatch.setattr(_native, "batched_kv_transfer", _Broken(good))
     loads = made.connector.batched_to_gpu([0], [16], slot_mapping=slots)
     seen = [next(loads), *(loads.send(slices(objs, layer)) for layer in range(LAYERS)), next(loads)]
-    assert [completion.error is None for completion in seen] == [True, False, False, False, False]
+    assert [completion.error is None for completion in seen] == [True] * (1 + good) + [False] * (
+        LAYERS + 1 - good
+    )
     assert next(loads, "end") == "end"
     made.close()
 
@@ -132,19 +137,30 @@ def test_objects_that_do_not_come_are_an_error_of_that_load(one: Rig) -> None:
     assert torch.equal(one.kv.rows(2), before[2])
 
 
-def test_closing_early_stops_after_the_layer_at_hand(one: Rig) -> None:
+@pytest.mark.parametrize("steps", range(LAYERS + 2))
+def test_closing_early_stops_after_the_layer_at_hand(one: Rig, steps: int) -> None:
+    """The next call finds the staging ring as it was."""
     (obj,) = one.objects(16)
     obj.tensor.zero_()
-    stores = one.connector.batched_from_gpu(
-        layer_slices([obj], LAYERS), [0], [16], slot_mapping=torch.arange(16)
-    )
-    next(stores)
+    slots, layers = torch.arange(16), layer_slices([obj], LAYERS)
+    stores = one.connector.batched_from_gpu(layers, [0], [16], slot_mapping=slots)
+    for _ in range(min(steps, LAYERS + 1)):
+        next(stores)
     stores.close()
-    assert bool(obj.layer(0).view(torch.uint8).any())
-    assert not bool(obj.tensor[1:].view(torch.uint8).any())
-    loads = one.connector.batched_to_gpu([0], [16], slot_mapping=torch.arange(16))
-    next(loads)
+    stored = [bool(obj.layer(layer).view(torch.uint8).any()) for layer in range(LAYERS)]
+    assert stored == [layer < steps for layer in range(LAYERS)]
+
+    obj.tensor.view(torch.uint8).random_(0, 256)
+    before = one.kv.snapshot()
+    loads = one.connector.batched_to_gpu([0], [16], slot_mapping=slots)
+    for step in range(steps):
+        next(loads) if step in (0, LAYERS + 1) else loads.send(slices([obj], step - 1))
     loads.close()
+    loaded = [not torch.equal(*rows) for rows in zip(one.kv.snapshot(), before, strict=True)]
+    assert loaded == [layer < steps - 1 for layer in range(LAYERS)]
+
+    list(one.connector.batched_from_gpu(layers, [0], [16], slot_mapping=slots))
+    assert all(torch.equal(one.rows(obj, layer), one.kv.rows(layer)[:16]) for layer in range(LAYERS))
 
 
 def test_bad_calls_raise_at_once(one: Rig) -> None:
@@ -158,6 +174,14 @@ def test_bad_calls_raise_at_once(one: Rig) -> None:
         one.connector.batched_from_gpu([[obj]] * LAYERS, [0], [16], slot_mapping=slots)
     with pytest.raises(ValueError, match=r"a slot mapping of torch\.int32"):
         one.connector.batched_to_gpu([0], [16], slot_mapping=slots.int())
+    with pytest.raises(ValueError, match="a slot mapping is a list; a tensor of int64 is accepted"):
+        one.connector.batched_to_gpu([0], [16], slot_mapping=slots.tolist())
+    for start, end in ((0, 17), (-1, 15), (9, 8)):
+        text = f"chunk 0 spans tokens {start} to {end}; the slot mapping has 16"
+        with pytest.raises(ValueError, match=text):
+            one.connector.batched_to_gpu([start], [end], slot_mapping=slots)
+    with pytest.raises(ValueError, match="chunk 0 spans tokens 0 to 16; the slot mapping has 15"):
+        one.connector.batched_from_gpu(layers, [0], [16], slot_mapping=slots[:15])
     with pytest.raises(TypeError, match="unknown arguments offset"):
         one.connector.batched_to_gpu([0], [16], slot_mapping=slots, offset=3)
 

@@ -77,6 +77,9 @@ SPEC = LayerSpec(block_size=4, num_kv_heads=5, head_size=8, dtype=torch.float16,
         (torch.empty(2, 7, 4, 5, 8, dtype=torch.float16), SPEC, "fits none"),
         (torch.empty(2, 6, 4, 5, 9, dtype=torch.float16), SPEC, "fits none"),
         (torch.empty(2, 6, 4, 5, 8, dtype=torch.float32), SPEC, "4 bytes an element"),
+        (torch.empty(2, 6, 4, 5, 8, dtype=torch.bfloat16), SPEC, r"of torch.bfloat16; .* says torch.float16"),
+        (torch.empty(2, 6, 4, 5, 8, dtype=torch.int16), SPEC, "of torch.int16; float64, float32, bfloat16, "),
+        (torch.empty(2, 6, 4, 5, 8, dtype=torch.int64), replace(SPEC, dtype=torch.int64), "torch.int64; "),
         (torch.empty(2, 6, 4, 5, 16, dtype=torch.float16)[..., ::2], SPEC, "fits none"),
         (torch.empty(1, 6, 4, 5, 8, dtype=torch.float16).expand(2, 6, 4, 5, 8), SPEC, "overlap"),
         (torch.empty(2, 6, 4, 5, 12, dtype=torch.float16)[..., :8], SPEC, "gaps"),
@@ -88,6 +91,12 @@ SPEC = LayerSpec(block_size=4, num_kv_heads=5, head_size=8, dtype=torch.float16,
 def test_unknown_tensors_are_refused(tensor: torch.Tensor, spec: LayerSpec, text: str) -> None:
     with pytest.raises(UnknownLayout, match=text):
         describe_layer(tensor, spec)
+
+
+def test_only_the_cpu_and_cuda_are_copied_natively() -> None:
+    """The number of another device would be taken for that of a GPU."""
+    with pytest.raises(UnknownLayout, match="KV tensors on meta; cpu and cuda are accepted"):
+        describe_layers([torch.empty(2, 6, 4, 5, 8, dtype=torch.float16, device="meta")], SPEC)
 
 
 def test_padded_pages_are_refused() -> None:

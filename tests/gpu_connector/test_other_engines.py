@@ -66,6 +66,12 @@ def test_xpu_refuses_what_the_native_connector_refuses() -> None:
         connector.to_gpu(obj, 0, 16, slot_mapping=torch.arange(16))
     with pytest.raises(UnknownLayout):
         connector.initialize_kvcaches_ptr(kvcaches=[torch.zeros(3)])
+    with pytest.raises(UnknownLayout, match="no KV tensors were given"):
+        connector.initialize_kvcaches_ptr(kvcaches=[])
+    with pytest.raises(ValueError, match="1 memory objects, 2 starts and 1 ends"):
+        made.connector.batched_to_gpu([obj], [0, 1], [16], slot_mapping=torch.arange(16))
+    with pytest.raises(ValueError, match="chunk 0 spans tokens 0 to 16; the slot mapping has 15"):
+        made.connector.batched_to_gpu([obj], [0], [16], slot_mapping=torch.arange(15))
     made.close()
 
 
@@ -104,21 +110,27 @@ def test_sglang_pools(kind: str, dtype: torch.dtype, padded: bool) -> None:
     allocator = ChunkAllocator(HostRegion(1 << 20, pin="Disabled"), KVShape.of(bulk, 16))
     objs = chunk_objects(allocator, 16, 7)
     slots, starts, ends = torch.randperm(SLOTS)[:23], [0, 16], [16, 23]
+    slots[[3, 15, 22]] = -1
+    kept = slots >= 0
+    poison = [as_bytes(obj.tensor).clone() for obj in objs]
     if kind == "bulk":
         bulk.batched_from_gpu(objs, starts, ends, slot_mapping=slots)
     else:
         steps = list(layerwise.batched_from_gpu(layer_slices(objs, LAYERS), starts, ends, slot_mapping=slots))
         assert len(steps) == LAYERS + 1
-    for obj, start, end in zip(objs, starts, ends, strict=True):
+    for obj, old, start, end in zip(objs, poison, starts, ends, strict=True):
+        mine, some = slots[start:end], kept[start:end]
         for layer in range(LAYERS):
             for plane in range(2):
-                pool = caches[plane * LAYERS + layer]
-                expected = as_bytes(pool[slots[start:end]]).view(end - start, -1)
+                expected = old[layer, :, plane].clone()
+                expected[some] = as_bytes(caches[plane * LAYERS + layer][mine[some]]).view(
+                    int(some.sum()), -1
+                )
                 assert torch.equal(as_bytes(obj.layer(layer)[:, plane]), expected)
 
     for obj in objs:
         obj.tensor.view(torch.uint8).random_(0, 256)
-    before = [as_bytes(pool) for pool in caches]
+    before = [as_bytes(pool).clone() for pool in caches]
     if kind == "bulk":
         bulk.batched_to_gpu(objs, starts, ends, slot_mapping=slots)
     else:
@@ -131,7 +143,8 @@ def test_sglang_pools(kind: str, dtype: torch.dtype, padded: bool) -> None:
         for plane in range(2):
             expected = before[plane * LAYERS + layer].view(SLOTS, -1)
             for obj, start, end in zip(objs, starts, ends, strict=True):
-                expected[slots[start:end]] = as_bytes(obj.layer(layer)[:, plane])
+                mine, some = slots[start:end], kept[start:end]
+                expected[mine[some]] = as_bytes(obj.layer(layer)[:, plane])[some]
             assert torch.equal(as_bytes(caches[plane * LAYERS + layer]).view(SLOTS, -1), expected)
     allocator.close()
 
@@ -160,6 +173,11 @@ def test_sglang_mla_pool() -> None:
         ([torch.zeros(9, 3, 20).half()] * 2, "float16"),
         ([torch.zeros(9, 3, 40)[..., ::2]] * 2, "pool 0"),
         ([torch.zeros(9, 3, 20), torch.zeros(8, 3, 20)], "pool 1 is not like pool 0"),
+        ([torch.zeros(9, 3, 20)] * 2, "two pools share their memory"),
+        (
+            [torch.zeros(9, 3, 20, dtype=torch.int32)] * 2,
+            r"of torch\.int32; float64, float32, bfloat16, .* accepted",
+        ),
     ],
 )
 def test_pools_that_are_not_as_declared(caches: list[torch.Tensor], text: str) -> None:

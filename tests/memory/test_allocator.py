@@ -40,15 +40,6 @@ def test_shapes() -> None:
     assert (mla.token_bytes, mla.fmt, list(mla.shape(3))) == (61 * 1152, MemoryFormat.KV_LTD, [61, 3, 576])
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"num_layers": 0}, {"kv_planes": 3}, {"hidden": -1}, {"chunk_tokens": 0}], ids=str
-)
-def test_a_shape_that_cannot_be_names_the_field(wrong: dict[str, int]) -> None:
-    good = {"num_layers": 1, "kv_planes": 2, "hidden": 8, "chunk_tokens": 16}
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        KVShape(**(good | wrong), dtype=torch.float32)
-
-
 def test_an_object_is_a_view_of_the_region(allocator: ChunkAllocator) -> None:
     obj, other = taken(allocator, 64), taken(allocator, 5)
     obj.tensor.copy_(torch.randn(4, 64, 2, 512))
@@ -81,6 +72,38 @@ def test_full_chunks_fill_the_whole_region(allocator: ChunkAllocator) -> None:
     freed = objs[1].data_ptr
     allocator.free(objs[1])
     assert taken(allocator, 64).data_ptr == freed
+
+
+class _Locking(HostRegion):
+    """As on a machine with a GPU: what is not locked yet is not ready."""
+
+    locked = 0
+
+    @property
+    def ready_bytes(self) -> int:
+        return self.locked
+
+
+def test_chunks_are_served_from_what_is_locked_while_the_rest_follows() -> None:
+    region = _Locking(4 * SHAPE.chunk_bytes, pin="Disabled")
+    allocator = ChunkAllocator(region, SHAPE)
+    assert allocator.allocate(64) is None
+    assert allocator.allocate(1) is None
+    region.locked = 2 * SHAPE.chunk_bytes - 1
+    first = taken(allocator, 64)
+    assert first.data_ptr == allocator.address
+    assert allocator.allocate(1) is None, "a slot that is not locked to its end"
+    region.locked += 1
+    part = taken(allocator, 1)
+    assert part.data_ptr == allocator.address + SHAPE.chunk_bytes
+    allocator.free(first)
+    assert taken(allocator, 64).data_ptr == allocator.address
+    assert allocator.allocate(64) is None
+    assert allocator.capacity_bytes == 4 * SHAPE.chunk_bytes
+    region.locked = 4 * SHAPE.chunk_bytes
+    taken(allocator, 64)
+    taken(allocator, 64)
+    allocator.close()
 
 
 def test_partial_chunks_share_a_slot(allocator: ChunkAllocator) -> None:
