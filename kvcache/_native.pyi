@@ -267,14 +267,15 @@ def strided_dma_transfer(
 class StagingRing:
     """Slots in device memory through which one direction's copies go. Thread-safe.
 
-    Device -1: in host memory, and copies are done on return.
+    Device -1: in host memory, and copies are done on return. `pause_us`: after each slot of a load
+    the copy engine is left free for so many microseconds.
 
     Raises:
         ValueError: a size or number of slots below 1.
         RuntimeError: CUDA's reason, such as no memory.
     """
 
-    def __init__(self, device: int, slot_bytes: int, num_slots: int) -> None: ...
+    def __init__(self, device: int, slot_bytes: int, num_slots: int, *, pause_us: int = 0) -> None: ...
     def transfer(
         self,
         pages: Pages,

@@ -212,6 +212,7 @@ class LMCacheEngine:
         digests: bytes | None = None,
         lookup_id: str = "",
         on_loaded: OnLoaded = lambda loaded: None,
+        by_layer: bool = False,
     ) -> torch.Tensor:
         """Copies stored KV into the pages and ends the lease once that is done. On a GPU whatever the model's
         stream is given afterwards waits for the copies.
@@ -223,6 +224,7 @@ class LMCacheEngine:
             digests: 16 bytes a chunk of the window.
             lookup_id: the owner of the lease that the lookup took; without one the window is looked up here.
             on_loaded: called once when the copies are done; with 0 bytes where there was nothing to copy.
+            by_layer: the model's stream waits for a layer's pages not before `order_layer` says so.
 
         Returns:
             bool [tokens]: True where the KV was wanted and is now (or, where the slot is -1, could have been)
@@ -230,7 +232,9 @@ class LMCacheEngine:
         """
         plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
         result = plan.mask(len(slot_mapping))
-        copies = self._start_load(plan, slot_mapping, on_loaded, self.gpu_connector.batched_to_gpu)
+        connector = self.gpu_connector
+        copy = connector.layers_to_gpu if by_layer else connector.batched_to_gpu
+        copies = self._start_load(plan, slot_mapping, on_loaded, copy)
         if copies is not None:
             copies.counted = True
             self.counters.loaded_tokens += int(result.sum())
@@ -317,6 +321,11 @@ class LMCacheEngine:
         pages."""
         for copies in self._stores:
             copies.completion.order_current_stream()
+
+    def order_layer(self, layer: int) -> None:
+        """Whatever the model's stream is given from now on sees this layer of what is loaded by layer."""
+        for copies in self._loads:
+            copies.completion.order_layer(layer)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits for all copies; False if some are not done in time."""

@@ -16,6 +16,7 @@ from kvcache.engine import LMCacheEngine
 from kvcache.gpu_connector import transfer
 from kvcache.gpu_connector.feed import cut
 from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.memory.allocator import ChunkAllocator, KVShape
@@ -99,7 +100,11 @@ def make_rig(
         HostRegion(chunks * -(-shape.chunk_bytes // 4096) * 4096, pin="Disabled"), shape
     )
     tier = CpuTier(allocator, LRUPolicy(8), lease_timeout_s=60.0)
-    engine = LMCacheEngine(ChunkedTokenDatabase(CHUNK, bytes(16), 0), StorageManager(tier), connector)
+    layered = VLLMPagedMemLayerwiseGPUConnector(spec)
+    layered.share_pages(connector)
+    engine = LMCacheEngine(
+        ChunkedTokenDatabase(CHUNK, bytes(16), 0), StorageManager(tier), connector, layered
+    )
     return Rig(engine, pages, connector)
 
 
@@ -133,6 +138,51 @@ def test_what_is_stored_comes_back_elsewhere(rig: Rig) -> None:
     after = rig.read(rest)
     rig.pages[:] = before
     assert torch.equal(after, rig.read(rest))
+
+
+def test_a_load_by_layer_brings_the_same(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (5 * CHUNK + 3,)).tolist()
+    source, target = rig.slots(len(tokens)), rig.slots(len(tokens))
+    expected = rig.read(source).clone()
+    rig.engine.store(tokens, slot_mapping=source)
+    rig.fill()
+    there = rig.engine.retrieve(tokens, mask(len(tokens), CHUNK), slot_mapping=target, by_layer=True)
+    for layer in range(LAYERS):
+        rig.engine.order_layer(layer)
+    assert there.tolist() == [False] * CHUNK + [True] * 4 * CHUNK + [False] * 3
+    wanted = slice(CHUNK, 5 * CHUNK)
+    assert torch.equal(rig.read(target)[:, wanted], expected[:, wanted])
+
+
+def test_layer_by_layer_stores_and_brings_the_same(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (3 * CHUNK,)).tolist()
+    source, target = rig.slots(len(tokens)), rig.slots(len(tokens))
+    expected = rig.read(source).clone()
+    acknowledged: list[int] = []
+    storing = rig.engine.store_layer(tokens, slot_mapping=source, on_stored=acknowledged.append)
+    assert len(list(storing)) == LAYERS + 1
+    assert acknowledged == [3 * CHUNK]
+    rig.fill()
+    steps = list(rig.engine.retrieve_layer(tokens, slot_mapping=target))
+    assert len(steps) == LAYERS + 2
+    assert steps[1:-1] == [None] * LAYERS
+    assert [step.tolist() for step in (steps[0], steps[-1]) if step is not None] == [[True] * len(tokens)] * 2
+    assert torch.equal(rig.read(target), expected)
+
+
+def test_a_load_that_is_closed_early_ends_its_lease(rig: Rig) -> None:
+    tokens = torch.randint(0, 1000, (2 * CHUNK,)).tolist()
+    rig.engine.store(tokens, slot_mapping=rig.slots(len(tokens)))
+    for steps in range(1, LAYERS + 2):
+        ended: list[Loaded] = []
+        loading = rig.engine.retrieve_layer(
+            tokens, slot_mapping=rig.slots(len(tokens)), on_loaded=ended.append
+        )
+        for _ in range(steps):
+            next(loading)
+        loading.close()
+        assert len(ended) == 1
+        assert rig.tier().stats().leases == 0
 
 
 def test_masked_prefix_and_negative_slots_are_left_alone(rig: Rig) -> None:

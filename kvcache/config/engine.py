@@ -17,7 +17,7 @@ class LMCacheEngineConfig(Strict):
     chunk_size: int = Field(default=256, ge=16, le=4096)
     """Tokens that are stored and looked up as one; a power of two and a multiple of vLLM's block size."""
     use_layerwise: bool = False
-    """Move KV layer by layer between the layers' attention instead of all layers at once."""
+    """Store each layer while the next ones are computed, not all of them after the step."""
     save_decode_cache: bool = False
     """Store the KV of generated tokens too."""
     save_unfull_chunk: bool = False

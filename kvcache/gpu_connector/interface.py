@@ -41,6 +41,11 @@ class Completion(abc.ABC):
         them: it sees what was loaded, and may write again what was stored.
         """
 
+    def order_layer(self, layer: int) -> None:  # noqa: B027 - as above
+        """On a GPU, of a load whose layers are waited for one by one: whatever the current stream is given
+        from now on sees this layer's pages. Others are ordered already, or nobody waits for them.
+        """
+
 
 class Completed(Completion):
     """Copies that were complete when the call returned."""
@@ -91,6 +96,25 @@ class EventCompletion(Completion):
             return super().wait(timeout)
         self._event.synchronize()
         return True
+
+
+class LayeredCompletion(EventCompletion):
+    """A load whose layers come in groups. Whoever asks for a layer has asked for all before it.
+
+    Args:
+        groups: an event after each group, in the order of the layers.
+        group_layers: layers of a group.
+    """
+
+    def __init__(self, groups: Sequence[torch.cuda.Event], group_layers: int) -> None:
+        super().__init__(groups[-1])
+        self._groups = groups
+        self._group_layers = group_layers
+
+    def order_layer(self, layer: int) -> None:
+        if layer % self._group_layers == 0:
+            event = self._groups[layer // self._group_layers]
+            torch.cuda.current_stream(event.device).wait_event(event)
 
 
 class GPUConnectorInterface(abc.ABC):

@@ -74,6 +74,19 @@ class BulkConnector(PagedConnector):
         chunks = self._chunks(memory_objs, starts, ends, slot_mapping, self.fmt)
         return self.transfer.load(chunks)
 
+    def layers_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        slot_mapping: torch.Tensor,
+    ) -> Completion:
+        """As `batched_to_gpu`, but the current stream waits for layers one by one, when it is told to
+        (`Completion.order_layer`).
+        """
+        return self.transfer.load_by_layer(self._chunks(memory_objs, starts, ends, slot_mapping, self.fmt))
+
     def feed_to_gpu(
         self,
         memory_objs: Sequence[MemoryObj],

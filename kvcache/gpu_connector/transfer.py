@@ -22,7 +22,7 @@ import torch
 
 from kvcache import _native
 from kvcache.gpu_connector.feed import Feed, Feeder, cut
-from kvcache.gpu_connector.interface import Completed, Completion, EventCompletion
+from kvcache.gpu_connector.interface import Completed, Completion, EventCompletion, LayeredCompletion
 from kvcache.gpu_connector.transfer_plan import Chunks, TransferWay, Way
 
 __all__ = ["RING_SLOTS", "RING_SLOT_BYTES", "Chunks", "PageTransfer", "TransferWay", "Way"]
@@ -31,8 +31,48 @@ _HIGH_PRIORITY = -1
 RING_SLOT_BYTES = 16 << 20
 """Large enough that a DMA's start costs nothing, small enough that the ring fills fast."""
 RING_SLOTS = 4
+_PAUSE_US = 20
+"""After each slot of a load beside the model, a fifteenth of its time. The copy engine goes on with one
+stream's copies until that stream must wait, and the inputs of the model's next step wait behind them:
+without pauses, requests that decode stood still for 65 to 80 ms of a load of 4 GiB; some 7 us are too short
+(H200)."""
+GROUP_LAYERS = 4
+"""Of a load by layer at least so many come at once: a chunk's piece then costs the link nothing (4 MiB of 256
+tokens of an 8B model), and the model runs just behind the copies."""
+_GROUP_BYTES = 64 << 20
+"""And so much, 1.2 ms of the link: in a short load fewer groups are to be handed over and waited for."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
+
+
+class _Lane:
+    """Where copies of one kind queue: a stream, and a staging ring with a stream for its DMAs.
+
+    Args:
+        device: CUDA's number of it, -1 for host memory.
+        slot_bytes: of the ring's `RING_SLOTS` slots, in device memory; on the CPU made when first asked for.
+        pause_us: the ring's.
+    """
+
+    def __init__(self, device: int, slot_bytes: int, pause_us: int = 0) -> None:
+        self._make_ring = partial(_native.StagingRing, device, slot_bytes, RING_SLOTS, pause_us=pause_us)
+        self._ring: _native.StagingRing | None = None
+        self.stream: torch.cuda.Stream | None = None
+        if device >= 0:
+            place = torch.device("cuda", device)
+            self.stream = torch.cuda.Stream(place, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self._ring = self._make_ring()
+
+    @property
+    def ring(self) -> _native.StagingRing:
+        if self._ring is None:
+            self._ring = self._make_ring()
+        return self._ring
+
+    @property
+    def handle(self) -> int:
+        """The stream's, 0 on the CPU."""
+        return 0 if self.stream is None else int(self.stream.cuda_stream)
 
 
 class PageTransfer:
@@ -40,7 +80,7 @@ class PageTransfer:
 
     Args:
         pages: of all layers.
-        ring_slot_bytes: of a staging ring's slots (on a GPU: two rings of `RING_SLOTS` in device memory).
+        ring_slot_bytes: of a staging ring's slots (on a GPU: three rings of `RING_SLOTS` in device memory).
 
     Attributes:
         store_way: the way of stores, `load_way` that of loads, and `quiet_load_way` that of those that no
@@ -51,20 +91,21 @@ class PageTransfer:
 
     def __init__(self, pages: _native.Pages, *, ring_slot_bytes: int = RING_SLOT_BYTES) -> None:
         self.pages = pages
-        self._ring_slot_bytes = ring_slot_bytes
-        self._rings: dict[bool, _native.StagingRing] = {}
         self._feeder = Feeder()
-        self.store_stream: torch.cuda.Stream | None = None
-        self.load_stream: torch.cuda.Stream | None = None
-        if pages.device < 0:
-            self.store_way = self.load_way = self.quiet_load_way = TransferWay(Way.HOST)
-            return
-        device = torch.device("cuda", pages.device)
-        self.store_stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        self.load_stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        self.store_way = self.load_way = self.quiet_load_way = TransferWay(Way.STAGED, blocks=_BLOCKS)
-        for store in (True, False):
-            self._ring(store)
+        # One a kind, so that a load queues neither behind a store nor behind a long load beside the model.
+        self._stores = _Lane(pages.device, ring_slot_bytes)
+        self._loads = _Lane(pages.device, ring_slot_bytes)
+        self._quiet_loads = _Lane(pages.device, ring_slot_bytes, _PAUSE_US)
+        way = TransferWay(Way.HOST) if pages.device < 0 else TransferWay(Way.STAGED, blocks=_BLOCKS)
+        self.store_way = self.load_way = self.quiet_load_way = way
+
+    @property
+    def store_stream(self) -> torch.cuda.Stream | None:
+        return self._stores.stream
+
+    @property
+    def load_stream(self) -> torch.cuda.Stream | None:
+        return self._loads.stream
 
     @property
     def path(self) -> str:
@@ -94,15 +135,15 @@ class PageTransfer:
         layers = {"layer_begin": layer_begin, "layer_end": layer_end}
         stream = self.store_stream
         if stream is None:
-            self._queue(chunks, True, way, layers, 0)
+            self._queue(self._stores, chunks, True, way, layers)
             return Completed()
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        self._queue(chunks, True, way, layers, stream.cuda_stream)
+        self._queue(self._stores, chunks, True, way, layers)
         pages_done = stream.record_event()
         if way.way is not Way.STAGED:
             return EventCompletion(pages_done)
         copied = stream.record_event()
-        self._ring(True).record(copied.cuda_event)  # once more, behind the DMAs
+        self._stores.ring.record(copied.cuda_event)  # once more, behind the DMAs
         return EventCompletion(copied, pages_done)
 
     def load(
@@ -131,14 +172,41 @@ class PageTransfer:
         layers = {"layer_begin": layer_begin, "layer_end": layer_end}
         stream = self.load_stream
         if stream is None:
-            self._queue(chunks, False, way, layers, 0)
+            self._queue(self._loads, chunks, False, way, layers)
             return Completed()
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        self._queue(chunks, False, way, layers, stream.cuda_stream)
+        self._queue(self._loads, chunks, False, way, layers)
         completion = EventCompletion(stream.record_event())
         if ordered:
             completion.order_current_stream()
         return completion
+
+    def load_by_layer(self, chunks: Chunks) -> Completion:
+        """Chunks to pages, all layers in their order. What the current stream is given next waits for the
+        layers that it is told to (`Completion.order_layer`), so that a model runs while later ones come.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        stream = self.load_stream
+        if stream is None:
+            return self.load(chunks)
+        way = self._possible(self.load_way, chunks)
+        stream.wait_stream(torch.cuda.current_stream(self.pages.device))
+        token_bytes, num_layers = self.pages.layout.token_bytes, self.pages.num_layers
+        layer_bytes = int((chunks.ends - chunks.starts).sum()) * token_bytes
+        group = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, layer_bytes)))
+        events = []
+        try:
+            for begin in range(0, num_layers, group):
+                layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
+                part = chunks.from_layer(begin, token_bytes)
+                self._queue(self._loads, part, False, way, layers)
+                events.append(stream.record_event())
+        except Exception:
+            stream.synchronize()  # the caller gives the chunks away: nothing may read them any more
+            raise
+        return LayeredCompletion(events, group)
 
     def feed(self, chunks: Chunks) -> Feed:
         """Chunks to pages, all layers, beside the model: the call returns before anything is queued, and no
@@ -147,10 +215,10 @@ class PageTransfer:
         What `load` raises is the `error` of the feed.
         """
         pages_free = None
-        if self.load_stream is not None:
+        if self._quiet_loads.stream is not None:
             pages_free = torch.cuda.current_stream(self.pages.device).record_event()
         token_bytes = self.pages.layout.token_bytes * self.pages.num_layers
-        feed = Feed(cut(chunks, token_bytes), partial(self._feed_slice, pages_free), self._behind_loads)
+        feed = Feed(cut(chunks, token_bytes), partial(self._feed_slice, pages_free), self._behind_feeds)
         self._feeder.start(feed)
         return feed
 
@@ -161,20 +229,17 @@ class PageTransfer:
     def _feed_slice(self, pages_free: torch.cuda.Event | None, part: Chunks) -> Completion:
         """On the feeder's thread, which has no stream of its own."""
         way = self._possible(self.quiet_load_way, part)
-        stream = self.load_stream
-        if stream is None or pages_free is None:
-            self._queue(part, False, way, {}, 0)
-            return Completed()
-        stream.wait_event(pages_free)
-        self._queue(part, False, way, {}, stream.cuda_stream)
-        return self._behind_loads()
+        if self._quiet_loads.stream is not None and pages_free is not None:
+            self._quiet_loads.stream.wait_event(pages_free)
+        self._queue(self._quiet_loads, part, False, way, {})
+        return self._behind_feeds()
 
-    def _behind_loads(self) -> Completion:
-        """All loads that are queued now. Whoever waits for it sleeps instead of asking again and again."""
-        if self.load_stream is None:
+    def _behind_feeds(self) -> Completion:
+        """All that feeds have queued. Whoever waits for it sleeps instead of asking again and again."""
+        if self._quiet_loads.stream is None:
             return Completed()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.load_stream.record_event(event)
+        self._quiet_loads.stream.record_event(event)
         return EventCompletion(event)
 
     def _possible(self, way: TransferWay, chunks: Chunks) -> TransferWay:
@@ -190,20 +255,12 @@ class PageTransfer:
         return TransferWay(Way.STAGED, blocks=_BLOCKS)
 
     def _queue(
-        self, chunks: Chunks, store: bool, way: TransferWay, layers: dict[str, Any], stream: int
+        self, lane: _Lane, chunks: Chunks, store: bool, way: TransferWay, layers: dict[str, Any]
     ) -> None:
         arguments = (self.pages, *chunks.arguments(), store)
         if way.way is Way.STAGED:
-            self._ring(store).transfer(*arguments, **layers, stream=stream, blocks=way.blocks)
+            lane.ring.transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
         elif way.way is Way.STRIDED_DMA:
-            _native.strided_dma_transfer(*arguments, **layers, stream=stream)
+            _native.strided_dma_transfer(*arguments, **layers, stream=lane.handle)
         else:
-            _native.batched_kv_transfer(*arguments, **layers, stream=stream, blocks=way.blocks)
-
-    def _ring(self, store: bool) -> _native.StagingRing:
-        """One ring a direction, so that a load never queues behind a store. On the CPU made when first asked
-        for.
-        """
-        if store not in self._rings:
-            self._rings[store] = _native.StagingRing(self.pages.device, self._ring_slot_bytes, RING_SLOTS)
-        return self._rings[store]
+            _native.batched_kv_transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)

@@ -58,5 +58,14 @@ class Chunks:
     ends: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
 
+    def from_layer(self, layer: int, token_bytes: int) -> Chunks:
+        """The same chunks without their first layers.
+
+        Args:
+            token_bytes: of one token's KV in one layer.
+        """
+        skipped = (self.ends - self.starts).astype(np.uint64) * np.uint64(layer * token_bytes)
+        return Chunks(self.addresses + skipped, self.starts, self.ends, self.slots)
+
     def arguments(self) -> tuple[Any, Any, Any, Any]:
         return self.addresses, self.starts, self.ends, self.slots

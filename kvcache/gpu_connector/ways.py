@@ -29,6 +29,9 @@ _GOOD_ENOUGH = 0.75
 """The same for copies that run beside the model: stores, and loads that wait outside of the batch. There a
 multiprocessor is worth more than a quarter of the link: a matrix product of 8,192 beside both directions
 loses 6 to 13 % to gathering kernels, 1.7 % to the copy engine alone and 1.5 % to plain copies (H200)."""
+_QUIET_BLOCKS = 4
+"""A load beside a model that decodes takes at least so many: two, which are enough on an idle GPU, bring
+36 GB/s there and four 47. And it goes through the ring, which leaves the copy engine to others in between."""
 _HOPELESS = 0.5
 """A way that reaches less than this share of the link when it is first tried is not tried again."""
 BLOCKS = (2, 4, 8)
@@ -56,7 +59,8 @@ def choose_ways(transfer: PageTransfer) -> None:
             measured[store].append(TransferWay(way, blocks, memory.nbytes / seconds, link[store]))
     transfer.store_way = _best(measured[True], _GOOD_ENOUGH)
     transfer.load_way = _best(measured[False], _AS_GOOD)
-    transfer.quiet_load_way = _best(measured[False], _GOOD_ENOUGH)
+    quiet = [way for way in measured[False] if way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS]
+    transfer.quiet_load_way = _best(quiet, _GOOD_ENOUGH)
     # So many loads at once take their tables from memory that is page-locked now, not while requests decode.
     slices = [transfer.load(chunks, way=transfer.quiet_load_way) for _ in range(SLICES_IN_FLIGHT + 1)]
     for load in slices:

@@ -31,7 +31,7 @@ from kvcache.gpu_connector.xpu import VLLMGPUConnectorXPU
 from kvcache.memory.allocator import ChunkAllocator, KVShape
 from kvcache.memory.objects import MemoryObj
 from kvcache.memory.region import HostRegion
-from tests.csrc.layouts import DTYPES, LAYOUTS, PagedKV, make_kv, random_slots
+from tests.csrc.layouts import DTYPES, LAYOUTS, PagedKV, axes_of, make_kv, random_slots
 
 GPU = "cuda:0"
 LAYERS = 3
@@ -84,7 +84,7 @@ def check_twins(small: bool = False) -> None:
             head_size=head_size,
             dtype=dtype,
         )
-        spec = LayerSpec(**{**vars(host.spec), "axes": _axes(layout)})
+        spec = LayerSpec(**{**vars(host.spec), "axes": axes_of(layout)})
         host_pages = describe_layers(host.tensors, spec)
         token = host_pages.layout.token_bytes
         slots = random_slots(host.slots, tokens, block_size, skip=0.1).numpy()
@@ -115,13 +115,6 @@ def check_twins(small: bool = False) -> None:
                     assert torch.equal(mine, other.cpu()), f"chunks differ: {case}"
                 assert same_pages(host, device), f"pages differ: {case}"
                 host.storage.copy_(before)
-
-
-def _axes(layout: str) -> str:
-    """Declared, since some of the shapes are ambiguous."""
-    if layout.startswith("MLA"):
-        return "BHNC" if "1" in layout else "BNC"
-    return "BHNC" if "L" in layout else layout
 
 
 def _ways(
@@ -246,7 +239,7 @@ class Pair:
 
     def __init__(self, host: PagedKV) -> None:
         self.host, self.device = host, host.to(GPU)
-        spec = LayerSpec(**{**vars(host.spec), "axes": _axes(host.layout)})
+        spec = LayerSpec(**{**vars(host.spec), "axes": axes_of(host.layout)})
         self.spec = spec
         shape = KVShape(LAYERS, spec.planes, spec.hidden, spec.dtype, 32)
         self.host_memory = ChunkAllocator(HostRegion(4 << 20, pin="Disabled"), shape)
@@ -410,13 +403,16 @@ def check_stream_order(small: bool = False) -> None:
     Pages are overwritten right after a store was put in order, and read by a slow kernel right before a load.
     """
     blocks, block_size, hidden = 512, 16, 1024
-    tensors = [torch.zeros(2, blocks, block_size, 8, 128, dtype=torch.bfloat16, device=GPU) for _ in range(4)]
+    layers = 9
+    tensors = [
+        torch.zeros(2, blocks, block_size, 8, 128, dtype=torch.bfloat16, device=GPU) for _ in range(layers)
+    ]
     spec = LayerSpec(block_size, 8, 128, torch.bfloat16, blocks)
     transfer = PageTransfer(describe_layers(tensors, spec))
     tokens = 4096
     slots = random_slots(blocks * block_size, tokens, block_size)
     tokens = len(slots)
-    memory = torch.empty(4, tokens, 2, hidden, dtype=torch.bfloat16, pin_memory=True)
+    memory = torch.empty(layers, tokens, 2, hidden, dtype=torch.bfloat16, pin_memory=True)
     chunks = Chunks(addresses([memory]), np.array([0]), np.array([tokens]), slots.numpy())
     slow = torch.randn(4096, 4096, device=GPU)
     for turn, way in itertools.product(
@@ -445,6 +441,24 @@ def check_stream_order(small: bool = False) -> None:
             assert float(before) == 7.0 * per_layer, f"a load wrote pages that a kernel still read: {way}"
             expected = 7.0 * (per_layer - moved) + float(turn + 100) * moved
             assert abs(float(later) / expected - 1) < 1e-3, f"a kernel did not see the load before it: {way}"
+
+        memory.fill_(turn + 150)
+        for tensor in tensors:
+            tensor.fill_(7)
+        _delay(slow)
+        seen = [tensor.double().sum() for tensor in tensors]
+        transfer.load_way = way
+        load = transfer.load_by_layer(chunks)
+        after = []
+        for layer, tensor in enumerate(tensors):
+            load.order_layer(layer)
+            after.append(tensor.double().sum())
+        for before, later in zip(seen, after, strict=True):
+            assert float(before) == 7.0 * per_layer, (
+                f"a load by layer wrote pages that were still read: {way}"
+            )
+            expected = 7.0 * (per_layer - moved) + float(turn + 150) * moved
+            assert abs(float(later) / expected - 1) < 1e-3, f"a kernel did not see its layer: {way}"
 
         memory.fill_(turn + 200)
         for tensor in tensors:

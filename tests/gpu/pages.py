@@ -31,10 +31,12 @@ def _caches(engine: Engine) -> list[tuple[torch.Tensor, int]]:
 
 
 def _pages(engine: Engine, blocks: list[int]) -> list[torch.Tensor]:
-    """A copy of the blocks' pages, a tensor a layer."""
-    return [
-        cache.index_select(axis, torch.tensor(blocks, device=cache.device)) for cache, axis in _caches(engine)
-    ]
+    """A copy of the blocks' pages: uint8 [blocks, bytes], a tensor a layer."""
+    pages = []
+    for cache, axis in _caches(engine):
+        held = cache.index_select(axis, torch.tensor(blocks, device=cache.device))
+        pages.append(held.movedim(axis, 0).reshape(len(blocks), -1).view(torch.uint8))
+    return pages
 
 
 def _poison(engine: Engine) -> None:
@@ -94,15 +96,14 @@ def compare(engine: Engine, tokens: int, beside: int, number: int) -> bool:
         core.step()
     hit, cached, hit_s = _first_token(engine, f"hit{number}-", prompt)
     _drain(engine)
-    equal = [
-        torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(cold, hit, strict=True)
-    ]
+    equal = torch.stack([(one == two).all(dim=1) for one, two in zip(cold, hit, strict=True)])
     print(  # noqa: T201
-        f"{tokens} tokens beside {beside}: cached {cached}, {sum(equal)} of {len(equal)} layers equal, "
+        f"{tokens} tokens beside {beside}: cached {cached}, {int(equal.all(dim=1).sum())} of {len(equal)} "
+        f"layers equal, {int(equal.all(dim=0).sum())} of {equal.shape[1]} blocks, "
         f"first token {1e3 * cold_s:.1f} ms cold, {1e3 * hit_s:.1f} ms hit",
         flush=True,
     )
-    return all(equal) and cached > 0
+    return bool(equal.all()) and cached > 0
 
 
 def main() -> int:

@@ -75,4 +75,6 @@ def random_faults(dice: random.Random) -> Faults:
 
     if dice.random() < 0.3:
         return Faults()
-    return Faults(copy=rate(), lookup=rate(), plan=rate() / 5, vanish=rate(), slow=rate(), hang=rate())
+    return Faults(
+        copy=rate(), lookup=rate(), plan=rate() / 5, vanish=rate(), slow=rate(), hang=rate(), hooks=rate()
+    )

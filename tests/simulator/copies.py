@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvcache import _native
@@ -46,6 +47,30 @@ class Copy(Completion):
             carry_out()
 
 
+class LayeredCopy(Completion):
+    """Copies of one load, a layer each, in the order of the layers.
+
+    Args:
+        layers: in order.
+        before_next_kernel: makes the model's next kernel wait for a copy.
+    """
+
+    def __init__(self, layers: Sequence[Copy], before_next_kernel: Callable[[Copy], None]) -> None:
+        self._layers = layers
+        self._before_next_kernel = before_next_kernel
+
+    def done(self) -> bool:
+        left = [copy for copy in self._layers if not copy.done()]
+        return not left
+
+    def order_current_stream(self) -> None:
+        for copy in self._layers:
+            copy.order_current_stream()
+
+    def order_layer(self, layer: int) -> None:
+        self._before_next_kernel(self._layers[layer])
+
+
 @dataclass
 class Streams:
     """What the transfers of one rank do.
@@ -65,9 +90,22 @@ class Streams:
 
     def kernel(self) -> None:
         """The model's next kernel starts: what its stream waits for is done."""
-        waited_for, self._before_next_kernel = self._before_next_kernel, []
+        waited_for = self._before_next_kernel[:]
+        self._before_next_kernel.clear()
         for copy in waited_for:
             copy.order_current_stream()
+
+    def queue_layers(self, carry_out: Sequence[Callable[[], None]]) -> Completion:
+        if self.fails():
+            raise Injected("a copy")
+        if not self.behind:
+            for layer in carry_out:
+                layer()
+            return Completed()
+        copies: list[Copy] = []
+        for layer in carry_out:
+            copies.append(Copy(partial(_after, copies[:], layer), self.dice.choice((0, 0, 1, 2, 5, 15))))
+        return LayeredCopy(copies, self._before_next_kernel.append)
 
     def queue(self, carry_out: Callable[[], None], *, ordered: bool) -> Completion:
         if self.fails():
@@ -114,6 +152,20 @@ class SimulatedTransfer(PageTransfer):
         self._check(chunks)
         return self.streams.queue(lambda: _done(host(chunks, **how)), ordered=ordered)
 
+    def load_by_layer(self, chunks: Chunks) -> Completion:
+        host = super().load
+        if self.streams is None:
+            return super().load_by_layer(chunks)
+        self._check(chunks)
+
+        def carry_out(layer: int) -> None:
+            part = chunks.from_layer(layer, self.pages.layout.token_bytes)
+            _done(host(part, layer_begin=layer, layer_end=layer + 1))
+
+        return self.streams.queue_layers(
+            [partial(carry_out, layer) for layer in range(self.pages.num_layers)]
+        )
+
     def feed(self, chunks: Chunks) -> Feed:
         host, streams = super().load, self.streams
         if streams is None:
@@ -142,6 +194,13 @@ class SimulatedTransfer(PageTransfer):
         for start, end in zip(chunks.starts, chunks.ends, strict=True):
             slots = chunks.slots[start:end]
             self.streams.about_to_write([int(slot) for slot in slots[slots >= 0]])
+
+
+def _after(before: Sequence[Copy], carry_out: Callable[[], None]) -> None:
+    """A stream keeps its order."""
+    for copy in before:
+        copy.order_current_stream()
+    carry_out()
 
 
 def _done(completion: Completion) -> None:

@@ -68,6 +68,8 @@ class Runner:
         asynchronous: the scheduler does not wait for a step's tokens before it schedules the next.
         root_of: the root of a request's prefixes.
         drafts: guesses the tokens that follow a prefix, right or wrong; None without speculative decoding.
+        replays: whether the next step is the replay of a full CUDA graph, which calls no layer's hooks.
+        hooks_fail: whether they do not come in a step that should have them.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class Runner:
         asynchronous: bool,
         root_of: Callable[[str], int],
         drafts: Callable[[int], list[int]] | None,
+        replays: Callable[[], bool],
+        hooks_fail: Callable[[], bool],
     ) -> None:
         self._model = model
         self._ranks = ranks
@@ -88,6 +92,8 @@ class Runner:
         self._asynchronous = asynchronous
         self._root_of = root_of
         self._drafts = drafts
+        self._replays = replays
+        self._hooks_fail = hooks_fail
         self._states: dict[str, _State] = {}
         self._batch_before: set[str] = set()
         self._aggregator = KVOutputAggregator(len(ranks))
@@ -104,6 +110,8 @@ class Runner:
             self._states.pop(req_id, None)
         outputs: list[ModelRunnerOutput | None] = []
         inputs: _Inputs = {}
+        metadata = {} if self._replays() else {"layer": "attention"}
+        hooks = bool(metadata) and not self._hooks_fail()
         for index, rank in enumerate(self._ranks):
             kv_transfer_state._KV_CONNECTOR_AGENT = rank.connector
             rank.connector.handle_preemptions(step.kv_connector_metadata)
@@ -112,10 +120,10 @@ class Runner:
                 inputs = {req_id: self._inputs(step, req_id) for req_id in step.num_scheduled_tokens}
                 self.wrong_reads = {req_id: set() for req_id in inputs}
             with (
-                set_forward_context(None, self._config),
+                set_forward_context(metadata, self._config),
                 KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as connector_output,
             ):
-                self._forward(inputs, index, rank)
+                self._forward(inputs, index, rank, hooks=hooks)
             output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
             output.kv_connector_output = connector_output
             outputs.append(output)
@@ -172,12 +180,13 @@ class Runner:
         state.prefixes.extend(self._model.hashes(last, tokens[len(state.hashed) :]))
         state.hashed = tokens
 
-    def _forward(self, inputs: _Inputs, index: int, rank: Rank) -> None:
+    def _forward(self, inputs: _Inputs, index: int, rank: Rank, *, hooks: bool) -> None:
         """Computes the step on one rank: in each layer all new KV is written, then all is read."""
         if not inputs:
             return
         for layer, (name, pages) in enumerate(zip(rank.tensors, rank.pages, strict=True)):
-            rank.connector.wait_for_layer_load(name)
+            if hooks:
+                rank.connector.wait_for_layer_load(name)
             if rank.streams is not None:
                 rank.streams.kernel()
             for req_id, (state, computed, end) in inputs.items():
@@ -185,7 +194,8 @@ class Runner:
                 self._write(pages, state.blocks, computed, ~kv if self.wrong_reads[req_id] else kv)
             for req_id, (state, _, end) in inputs.items():
                 self.wrong_reads[req_id] |= self._wrong_blocks(pages, state, index, layer, end)
-            rank.connector.save_kv_layer(name, rank.tensors[name], None)
+            if hooks:
+                rank.connector.save_kv_layer(name, rank.tensors[name], None)
 
     def _write(self, pages: Lanes, table: list[int], start: int, kv: Lanes) -> None:
         size = self._block_size

@@ -16,6 +16,7 @@ from kvcache.gpu_connector.feed import Feed
 from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.integration.vllm import adapter
 from kvcache.integration.vllm.doubts import Doubts
+from kvcache.integration.vllm.layerwise import LayerHooks
 from kvcache.integration.vllm.metadata import StepReport
 from kvcache.integration.vllm.scheduler import SchedulerSide
 from kvcache.integration.vllm.windows import Windows
@@ -34,7 +35,7 @@ from tests.simulator.world import Faults, World
 
 BUSY = Shape(num_blocks=30, tier_chunks=8, behind=True, extra=(("save_decode_cache", True),))
 """Short of blocks and of memory."""
-MOST_SEEDS = 60
+MOST_SEEDS = 200
 
 
 @dataclass
@@ -209,6 +210,28 @@ def _a_load_counts_as_whole_whatever_was_handed_over(patch: pytest.MonkeyPatch) 
     patch.setattr(Feed, "moved", lambda self, chunks: chunks)
 
 
+def _layers_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LMCacheEngine, "order_layer", _nothing)
+
+
+def _layers_are_waited_for_one_late(patch: pytest.MonkeyPatch) -> None:
+    order = LMCacheEngine.order_layer
+    patch.setattr(
+        LMCacheEngine, "order_layer", lambda self, layer: None if layer == 0 else order(self, layer - 1)
+    )
+
+
+def _hooks_are_counted_on_that_do_not_come(patch: pytest.MonkeyPatch) -> None:
+    end = LayerHooks.end
+
+    def complete(self: LayerHooks) -> bool:
+        end(self)
+        self._proven = True
+        return True
+
+    patch.setattr(LayerHooks, "end", complete)
+
+
 SLOW = replace(BUSY, below=(("Through", True), ("Back", False)))
 ASYNC = replace(BUSY, extra=(("async_loading", "Always"),))
 MUTATIONS = [
@@ -227,11 +250,14 @@ MUTATIONS = [
         replace(BUSY, behind=False, whole_pages=True, extra=(("save_unfull_chunk", True),)),
     ),
     Mutation(_one_requests_failure_is_everybodys, faults=Faults(plan=0.1)),
-    Mutation(_preemption_is_noticed_late, ASYNC),
+    Mutation(_preemption_is_noticed_late, replace(ASYNC, num_blocks=26, tier_chunks=40)),
     Mutation(_writers_do_not_lease, SLOW),
     Mutation(_what_arrives_is_not_leased, SLOW),
     Mutation(_failed_reads_are_shown, SLOW, Faults(slow=0.3)),
     Mutation(_what_is_computed_meanwhile_is_overwritten, SLOW, Faults(hang=0.2)),
+    Mutation(_layers_are_not_waited_for),
+    Mutation(_layers_are_waited_for_one_late, replace(BUSY, layers=(5,))),
+    Mutation(_hooks_are_counted_on_that_do_not_come, faults=Faults(hooks=0.2)),
     Mutation(_a_load_has_ended_when_it_is_handed_over, ASYNC),
     Mutation(_a_broken_load_has_ended_before_its_copies, ASYNC, Faults(copy=0.2)),
     Mutation(_a_load_counts_as_whole_whatever_was_handed_over, ASYNC, Faults(copy=0.2)),

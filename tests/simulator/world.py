@@ -41,6 +41,8 @@ class Faults:
     """A tier below answers badly."""
     hang: float = 0.0
     """It does not answer at all."""
+    hooks: float = 0.0
+    """A forward that should call the hooks around each layer's attention does not."""
 
 
 @dataclass
@@ -91,6 +93,8 @@ class World:
             asynchronous=shape.depth > 1,
             root_of=self._roots.__getitem__,
             drafts=self._drafts if shape.drafts else None,
+            replays=lambda: dice.random() < 0.2,
+            hooks_fail=self._roll("hooks"),
         )
         self._inject()
         self.checks.watch(self.engine)
@@ -238,7 +242,8 @@ class World:
         report = step.result.kv_connector_output
         if report is not None and report.invalid_block_ids:
             self.seen["failed loads"] += 1
-            if not (self.faults.copy or self.faults.plan or self.faults.vanish):
+            faults = self.faults
+            if not (faults.copy or faults.plan or faults.vanish or faults.hooks):
                 raise Broken("a load failed although what it loads was there")
             self._unfilled |= report.invalid_block_ids
         wrong = {req_id: blocks for req_id, blocks in self.runner.wrong_reads.items() if blocks}

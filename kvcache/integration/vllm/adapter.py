@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
@@ -185,7 +186,8 @@ class LMCacheConnectorV1Impl(Administered):
             rank,
             self._report,
             self.guard.caught,
-            layers=layers if config.use_layerwise else (),
+            layers,
+            stores_by_layer=config.use_layerwise,
         )
         self.reason = ""
 
@@ -230,7 +232,7 @@ class LMCacheConnectorV1Impl(Administered):
         self._metadata = None
 
     @guarded(lambda: None, on_error="_lose_loads")
-    def start_load_kv(self) -> None:
+    def start_load_kv(self, forward_context: Any) -> None:
         metadata = self._metadata
         if metadata is None:
             return
@@ -240,9 +242,9 @@ class LMCacheConnectorV1Impl(Administered):
         if self._worker is None:
             self._lose_loads()
         else:
-            self._worker.start_load_kv(metadata)
+            self._worker.start_load_kv(metadata, hooks_expected=_runs_layer_by_layer(forward_context))
 
-    def _lose_loads(self) -> None:
+    def _lose_loads(self, forward_context: Any = None) -> None:
         """vLLM must hear of every load of this step that did not come, or it serves from unfilled pages."""
         for request in () if self._metadata is None else self._metadata.requests:
             blocks = request.promised_blocks(self._block_size)
@@ -253,8 +255,6 @@ class LMCacheConnectorV1Impl(Administered):
 
     @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """In bulk there is nothing to do: loads are done, or ordered on the GPU, before the forward
-        starts."""
         if self._worker is not None:
             self._worker.wait_for_layer_load(layer_name)
 
@@ -404,6 +404,14 @@ def _wants_events(vllm_config: VllmConfig) -> bool:
     """vLLM publishes KV events."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
+
+
+def _runs_layer_by_layer(forward_context: Any) -> bool:
+    """Whether the forward calls Python around each layer's attention: not where there is none to compute, and
+    not in the replay of a full CUDA graph."""
+    if forward_context is None or not forward_context.attn_metadata:
+        return False
+    return bool(forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL)
 
 
 def _world_size(vllm_config: VllmConfig) -> int:

@@ -117,7 +117,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1, SupportsHMA):
         self._impl.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._impl.start_load_kv()
+        self._impl.start_load_kv(forward_context)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._impl.wait_for_layer_load(layer_name)

@@ -1,110 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's loads and stores layer by layer, driven by vLLM's hooks around each layer's attention."""
+"""What vLLM's hooks around each layer's attention drive: loads that the model follows layer by layer, and
+stores a layer at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-import torch
-
-Loader = Generator[torch.Tensor | None, None, None]
-"""`LMCacheEngine.retrieve_layer`: layers + 2 steps, the last of which is the mask of what was loaded."""
 Storer = Generator[None, None, None]
 """`LMCacheEngine.store_layer`: layers + 1 steps."""
 
 
-class LayerwiseStep:
-    """Generators of the step that runs now. Layers are told by name, so that a hook that comes twice, or for
-    a layer without KV of its own, moves nothing.
+class LayerHooks:
+    """Which layers' hooks the running forward has called, and whether they may be counted on.
+
+    They may after one forward that called them all, in order. None come in the replay of a full CUDA graph,
+    and those of layers that a second forward of the step runs (drafts) come too late. vLLM starts loads
+    before a forward that needs them, and may start those that nobody waits for after it.
 
     Args:
         layer_names: in the order of the model.
+    """
+
+    def __init__(self, layer_names: Sequence[str]) -> None:
+        self._index = {name: index for index, name in enumerate(layer_names)}
+        self._expected = False
+        self._called = 0
+        self._proven = False
+
+    def begin(self, *, expected: bool) -> None:
+        """vLLM starts a step's loads.
+
+        Args:
+            expected: the step's forward runs attention layer by layer.
+        """
+        self._expected = expected
+
+    def count_on(self) -> bool:
+        """Whether the hooks of all layers will come from now on, for loads that depend on it."""
+        if not (self._expected and self._proven):
+            return False
+        self._called = 0
+        return True
+
+    def index(self, layer_name: str) -> int | None:
+        """None for a layer without KV of its own."""
+        return self._index.get(layer_name)
+
+    def called(self, layer_name: str) -> int | None:
+        """The hook before this layer's attention; its index. It may come twice."""
+        index = self._index.get(layer_name)
+        if index == self._called:
+            self._called += 1
+        return index
+
+    def end(self) -> bool:
+        """The forward is over; whether it called all of them."""
+        complete = self._called == len(self._index)
+        if self._expected:
+            self._proven = complete
+        self._expected, self._called = False, 0
+        return complete
+
+
+class LayerwiseStores:
+    """Generators of the step that runs now.
+
+    Args:
+        num_layers: of the rank.
         caught: called with the name of a hook and the error when one request's generator failed.
     """
 
-    def __init__(self, layer_names: Sequence[str], caught: Callable[[str, Exception], None]) -> None:
-        self._index = {name: index for index, name in enumerate(layer_names)}
+    def __init__(self, num_layers: int, caught: Callable[[str, Exception], None]) -> None:
+        self._num_layers = num_layers
         self._caught = caught
-        self.layerwise_retrievers: list[tuple[Loader, Callable[[torch.Tensor | None], None]]] = []
         self.layerwise_storers: list[Storer] = []
-        self._loaded_layers = 0
         self._stored_layers = 0
 
-    def __contains__(self, name: object) -> bool:
-        """Whether it is one of the layers."""
-        return name in self._index
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._index)
-
-    def add_load(self, loader: Loader, done: Callable[[torch.Tensor | None], None]) -> None:
-        """Starts a load: its first layer is on its way when this returns.
-
-        Args:
-            loader: not started.
-            done: called once with the mask of what was loaded before each layer's attention, or None.
-        """
-        try:
-            next(loader)
-            next(loader)
-        except Exception as error:
-            self._caught("retrieve_layer", error)
-            done(None)
-            return
-        self.layerwise_retrievers.append((loader, done))
-
-    def add_store(self, storer: Storer) -> None:
+    def add(self, storer: Storer) -> None:
         self.layerwise_storers.append(storer)
 
-    def before_layer(self, name: str) -> None:
-        """The attention of this layer runs next: its pages must be there, and the next layer's copy
-        starts."""
-        index = self._index.get(name)
-        while index is not None and self._loaded_layers <= index:
-            self._loaded_layers += 1
-            self._advance_loads(last=self._loaded_layers == self.num_layers)
-
-    def after_layer(self, name: str) -> None:
+    def after_layer(self, index: int) -> None:
         """The attention of this layer has written its pages."""
-        index = self._index.get(name)
-        while index is not None and self._stored_layers <= index:
+        while self._stored_layers <= index:
             self._stored_layers += 1
-            self._advance_stores()
+            self.layerwise_storers = [storer for storer in self.layerwise_storers if self._step(storer)]
 
     def finish(self) -> None:
-        """The forward is over. A load that not every layer waited for came too late: the model read pages
-        that were not filled.
-        """
-        for loader, done in self.layerwise_retrievers:
-            loader.close()
-            done(None)
-        complete = self._stored_layers == self.num_layers
+        """The forward is over. What not all layers came for is not stored."""
+        complete = self._stored_layers == self._num_layers
         for storer in self.layerwise_storers:
             if complete:
                 self._step(storer)
             storer.close()
-        self.layerwise_retrievers, self.layerwise_storers = [], []
-        self._loaded_layers = self._stored_layers = 0
-
-    def _advance_loads(self, *, last: bool) -> None:
-        going = []
-        for loader, done in self.layerwise_retrievers:
-            try:
-                mask = next(loader)
-            except Exception as error:
-                self._caught("retrieve_layer", error)
-                done(None)
-                continue
-            if last:
-                loader.close()
-                done(mask)
-            else:
-                going.append((loader, done))
-        self.layerwise_retrievers = going
-
-    def _advance_stores(self) -> None:
-        self.layerwise_storers = [storer for storer in self.layerwise_storers if self._step(storer)]
+        self.layerwise_storers = []
+        self._stored_layers = 0
 
     def _step(self, storer: Storer) -> bool:
         try:

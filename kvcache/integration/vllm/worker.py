@@ -18,7 +18,7 @@ import torch
 from kvcache.control.rank import RankControl
 from kvcache.engine import LMCacheEngine
 from kvcache.gpu_connector.transfer import TransferWay
-from kvcache.integration.vllm.layerwise import LayerwiseStep
+from kvcache.integration.vllm.layerwise import LayerHooks, LayerwiseStores
 from kvcache.integration.vllm.metadata import (
     LMCacheConnectorMetadata,
     LoadSpec,
@@ -40,7 +40,8 @@ class WorkerSide:
         rank: of tensor x pipeline parallelism.
         report: collects what the scheduler must hear.
         caught: called with the name of the hook and the error when one request's load or store failed.
-        layers: names of the layers if loads and stores go layer by layer; empty to move all at once.
+        layers: names of the layers, in the order of the model.
+        stores_by_layer: each layer is stored while the next ones are computed, not all after the last.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class WorkerSide:
         rank: int,
         report: StepReport,
         caught: Callable[[str, Exception], None],
-        layers: Sequence[str] = (),
+        layers: Sequence[str],
+        *,
+        stores_by_layer: bool = False,
     ) -> None:
         self.engine = engine
         self.control = RankControl(engine)
@@ -61,7 +64,10 @@ class WorkerSide:
         self._stores_of: Counter[str] = Counter()
         """Stores that still read a request's blocks."""
         self._held: set[str] = set()
-        self._step = LayerwiseStep(layers, caught) if layers else None
+        self._hooks = LayerHooks(layers)
+        self._followed: list[Callable[[bool], None]] = []
+        """Loads that this forward follows layer by layer: called with whether it waited for every layer."""
+        self._layer_stores = LayerwiseStores(len(layers), caught) if stores_by_layer else None
         self._storing = False
 
     def begin_step(self, metadata: LMCacheConnectorMetadata) -> None:
@@ -73,9 +79,15 @@ class WorkerSide:
         read."""
         self.engine.order_after_stores()
 
-    def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
-        """Loads what requests were promised; on a GPU ordered before the model's next kernels, unless the
-        request waits outside of the batch."""
+    def start_load_kv(self, metadata: LMCacheConnectorMetadata, *, hooks_expected: bool = False) -> None:
+        """Loads what requests were promised; on a GPU ordered before the kernels of the model that read it,
+        unless the request waits outside of the batch.
+
+        Args:
+            hooks_expected: the forward that follows calls the hooks around each layer's attention.
+        """
+        self._end_followed(complete=False)  # of a forward that broke off
+        self._hooks.begin(expected=hooks_expected)
         session = metadata.lookup_session
         self.engine.lookup_unpin(
             [lease_owner(session, req_id) for req_id in metadata.lookup_requests_in_step]
@@ -86,37 +98,41 @@ class WorkerSide:
                 self._load(request, request.load_spec, owner)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Layerwise: the layer's pages are filled before whatever the model's stream is given next."""
-        if self._step is not None:
-            self._step.before_layer(layer_name)
+        """The layer's pages are filled before whatever the model's stream is given next."""
+        layer = self._hooks.called(layer_name)
+        if self._followed and layer is not None:
+            self.engine.order_layer(layer)
 
     def save_kv_layer(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
         """Layerwise: starts to store the layer. The first layer's hook opens the step's stores."""
-        if self._step is None or layer_name not in self._step:
+        if self._layer_stores is None or (layer := self._hooks.index(layer_name)) is None:
             return
         if not self._storing:
             self._storing = True
             for request in metadata.requests:
                 if request.save_spec is not None and request.save_spec.can_save:
                     self._store(request, request.save_spec)
-        self._step.after_layer(layer_name)
+        self._layer_stores.after_layer(layer)
 
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
         """Starts to store what this step has computed. The pages stay as they are until that is done: no
         token is written twice, and blocks are not given away before (`get_finished`,
         `handle_preemptions`)."""
-        if self._step is not None and self._storing:
+        self._end_followed(complete=self._hooks.end())
+        if self._storing:
             self._storing = False
         else:
             # In bulk, or in a step in which the layers' hooks were not called.
             for request in metadata.requests:
                 if request.save_spec is not None and request.save_spec.can_save:
                     self._store(request, request.save_spec, bulk=True)
-        if self._step is not None:
-            self._step.finish()
+        if self._layer_stores is not None:
+            self._layer_stores.finish()
 
     def get_finished(self) -> None:
         """Reports the requests whose blocks were held and are not read any more."""
+        # vLLM may ask before it waits for saves, when drafts are to follow.
+        self._end_followed(complete=self._hooks.end())
         self.engine.poll()
         done = {req_id for req_id in self._held if not self._stores_of[req_id]}
         self._held -= done
@@ -146,12 +162,15 @@ class WorkerSide:
 
     def _load(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
         slots = request.slot_mapping(self._block_size)
-        # Window positions. vLLM's own pages stay untouched. A page is loaded whole, also where its last token
-        # is left to compute: vLLM on the CPU orders a page's bytes so that no part of it is some tokens' KV.
+        # Window positions. vLLM's own pages stay untouched. On the CPU a page is loaded whole, also where its
+        # last token is left to compute: its bytes are ordered so that no part of it is some tokens' KV. On a
+        # GPU that token is left alone: vLLM writes it before it waits for the layer.
         first, last = (
             tokens - request.first_token for tokens in (spec.vllm_cached_tokens, spec.lmcache_cached_tokens)
         )
-        slots[:first] = slots[-(-last // self._block_size) * self._block_size :] = -1
+        whole_pages = self.engine.gpu_connector.path == "host"
+        end = -(-last // self._block_size) * self._block_size if whole_pages else last
+        slots[:first] = slots[end:] = -1
         wanted = torch.ones(len(slots), dtype=torch.bool)
         wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
         check = partial(self._check_load, request, first, last)
@@ -169,15 +188,21 @@ class WorkerSide:
             except Exception as error:
                 window["on_loaded"](Loaded(torch.zeros_like(wanted), error=error))
             return
-        if self._step is not None:
-            self._step.add_load(self.engine.retrieve_layer(**window), check)
-            return
-        there = None
+        there, by_layer = None, self._hooks.count_on()
         try:
-            there = self.engine.retrieve(**window)
+            there = self.engine.retrieve(**window, by_layer=by_layer)
         except Exception as error:
             self._caught("retrieve", error)
-        check(there)
+        if by_layer:
+            self._followed.append(lambda complete: check(there if complete else None))
+        else:
+            check(there)
+
+    def _end_followed(self, *, complete: bool) -> None:
+        """Of a forward that did not wait for every layer nobody knows what it read: its loads have failed."""
+        followed, self._followed = self._followed, []
+        for end in followed:
+            end(complete)
 
     def _check_load(self, request: ReqMeta, first: int, last: int, there: torch.Tensor | None) -> None:
         """Reports what of the window's `[first, last)` did not come; `there` None stands for all of it."""
@@ -225,8 +250,8 @@ class WorkerSide:
             "parent": request.parent,
             "on_stored": acknowledge,
         }
-        if self._step is not None and not bulk:
-            self._step.add_store(self.engine.store_layer(**window))
+        if self._layer_stores is not None and not bulk:
+            self._layer_stores.add(self.engine.store_layer(**window))
             return
         try:
             self.engine.store(**window)

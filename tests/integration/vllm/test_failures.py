@@ -33,11 +33,11 @@ def _lose_before_load(monkeypatch: pytest.MonkeyPatch, engine: Engine, kept: int
     side = _worker(engine)
     load = side.start_load_kv
 
-    def lose_then_load(metadata: Any) -> None:
+    def lose_then_load(metadata: Any, **how: Any) -> None:
         if any(request.load_spec for request in metadata.requests):
             _lose(side.engine.storage.cpu, kept)
             monkeypatch.setattr(side, "start_load_kv", load)
-        load(metadata)
+        load(metadata, **how)
 
     monkeypatch.setattr(side, "start_load_kv", lose_then_load)
 
