@@ -54,6 +54,9 @@ def add_parsers(
             parser.add_argument("--turns", type=int, default=5)
         parser.add_argument("--repetitions", type=int, default=3)
         parser.add_argument("--cache-gib", type=float, default=24.0)
+        parser.add_argument(
+            "--block-size", type=int, help="tokens of vLLM's blocks; vLLM's own choice if left out"
+        )
         parser.add_argument("--gpu-memory", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
         made.append(parser)
     return made
@@ -68,10 +71,13 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     arguments: dict[str, Any] = {}
     if on_gpu:
         arguments |= {"gpu_memory_utilization": options.gpu_memory, "max_num_batched_tokens": 8192}
+    if options.block_size:
+        arguments["block_size"] = options.block_size
     if turns > 1:
         # Room for half of the conversations, and for each of them.
         room = max(longest + 256, options.requests * longest // 2)
-        arguments["num_gpu_blocks_override"] = -(-room // (_GPU_BLOCK if on_gpu else _CPU_BLOCK))
+        block_size = options.block_size or (_GPU_BLOCK if on_gpu else _CPU_BLOCK)
+        arguments["num_gpu_blocks_override"] = -(-room // block_size)
     setups = [
         Setup(
             mode=mode,
