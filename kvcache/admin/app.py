@@ -106,7 +106,7 @@ def _add_open_routes(app: FastAPI) -> None:
     @app.get("/readyz", responses=documented(503))
     async def readyz(request: Request) -> dict[str, str]:
         """The scheduler and every rank answer and are ready."""
-        waiting = _service(request).latest.not_ready()
+        waiting = _service(request).rounds.latest.not_ready()
         if waiting:
             detail = "; ".join(f"{name}: {reason}" for name, reason in waiting.items())
             raise Problem(503, "NotReady", detail, not_ready=waiting)
@@ -117,7 +117,7 @@ def _add_open_routes(app: FastAPI) -> None:
         """All metrics in the text format of Prometheus."""
         service, accept = _service(request), request.headers.get("accept", "")
         counted = service.sidecar_stats(request.app.state.requests)
-        body, content_type = render(service.latest, accept, counted)
+        body, content_type = render(service.rounds.latest, accept, counted)
         return Response(body, headers={"Content-Type": content_type})
 
 
@@ -126,12 +126,12 @@ def _add_stats_routes(app: FastAPI) -> None:
     async def stats(request: Request) -> StatsReport:
         """Totals, the last five minutes, and every tier, rank and the scheduler."""
         service = _service(request)
-        return stats_report(await service.snapshot(), service.window)
+        return stats_report(await service.rounds.snapshot(), service.window)
 
     @app.get("/v1/stats/tiers/{tier}", responses=documented(404))
     async def tier_stats(request: Request, tier: str) -> TierDetail:
         """One tier, in total and by rank."""
-        snapshot = await _service(request).snapshot()
+        snapshot = await _service(request).rounds.snapshot()
         known = snapshot.tier_names()
         if tier not in known:
             detail = (
@@ -145,7 +145,7 @@ def _add_stats_routes(app: FastAPI) -> None:
         """The mounted configuration without secrets, and how far each process is with it."""
         service = _service(request)
         service.mounted.look()
-        ranks = (await service.snapshot()).ranks
+        ranks = (await service.rounds.snapshot()).ranks
         return ConfigReport(
             version=kvcache.__version__,
             config=redacted(load_config(environ={}, file=service.mounted.good or {})),

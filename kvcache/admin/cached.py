@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, Field
@@ -84,11 +84,13 @@ class CachedPrompts:
     Args:
         control: the way to them.
         timeout_s: the longest that one may take: a remote tier may have to be asked.
+        changed: what was known of the tiers holds no longer.
     """
 
-    def __init__(self, control: ControlClient, timeout_s: float) -> None:
+    def __init__(self, control: ControlClient, timeout_s: float, changed: Callable[[], None]) -> None:
         self._control = control
         self._timeout_s = timeout_s
+        self._changed = changed
 
     async def locate(self, prefix: Prefix) -> LookupReport:
         """Raises Problem: 503 where no rank answers."""
@@ -114,6 +116,7 @@ class CachedPrompts:
         for check in (True, False):
             pin = Pin(owner=owner, prefix=prefix, check=check)
             found = await self._control.ask_ranks(pin, Pinned, self._timeout_s)
+            self._changed()
             for name, answer in found.items():
                 if isinstance(answer, RemoteError) and answer.code == _REFUSED:
                     raise Problem(409, "PinRefused", f"{name}: {str(answer).removeprefix(_REFUSED + ': ')}")
@@ -127,9 +130,9 @@ class CachedPrompts:
 
     async def unpin(self, owner: str) -> UnpinReport:
         """Raises Problem: 503 where no rank answers."""
-        answers, missing = self._sorted(
-            await self._control.ask_ranks(Unpin(owner=owner), Unpinned, self._timeout_s)
-        )
+        found = await self._control.ask_ranks(Unpin(owner=owner), Unpinned, self._timeout_s)
+        self._changed()
+        answers, missing = self._sorted(found)
         return UnpinReport(
             owner=owner, chunks=max(answer.chunks for answer in answers.values()), missing=missing
         )

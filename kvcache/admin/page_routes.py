@@ -111,7 +111,7 @@ async def _form(request: Request) -> list[tuple[str, str]]:
 
 async def _status(request: Request, message: str = "", code: int = HTTPStatus.OK) -> Response:
     service = _service(request)
-    snapshot = await service.snapshot()
+    snapshot = await service.rounds.snapshot()
     shown = page.Status(
         stats_report(snapshot, service.window),
         snapshot.not_ready(),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from kvcache.admin.models import FlushReport, FlushRequest
 from kvcache.admin.mounted import MountedConfig
 from kvcache.admin.prefixes import PromptFields, PromptReader
 from kvcache.admin.problems import Problem
+from kvcache.admin.rounds import Pace, Rounds
 from kvcache.admin.window import HitWindow
 from kvcache.bearer import TokenFile
 from kvcache.control.client import ControlClient
 from kvcache.control.snapshot import Snapshot
-from kvcache.control.wire import FlushScope
+from kvcache.control.wire import SCHEDULER, FlushScope
 from kvcache.observability.metrics import SidecarStats
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,11 @@ class Settings:
     """How long a flush of the GPU's cache waits for running requests."""
     sample_s: float = 1.0
     """Between two rounds of questions to all processes: open routes answer from the last one."""
-    fresh_s: float = 0.1
-    """A round that is not older answers again: however many ask, vLLM is asked so often at most. If it were
-    longer, who asks right after a request would be told of before it."""
+    rounds_per_s: float = 4.0
+    """In the long run, however many ask. Each takes some 0.5 ms of vLLM's processors; who comes between two
+    is told what was so 0.25 s before at most."""
+    rounds_at_once: int = 8
+    """That may follow each other without a pause after some in which nobody asked."""
     config_file: str | None = None
     """The mounted configuration, which is handed to all processes."""
 
@@ -72,14 +74,15 @@ class AdminService:
             settings.vllm_url, token_file, patience_s=settings.gpu_patience_s, transport=transport
         )
         self.prompts = PromptReader(settings.vllm_url, transport=transport)
-        self.cached = CachedPrompts(self._control, settings.flush_timeout_s)
-        self.flushes = FlushJobs(self._control.flush, self._gpu, self._outdate)
+        self.rounds = Rounds(
+            self._ask,
+            Pace(settings.rounds_per_s, settings.rounds_at_once),
+            Snapshot(time.time(), missing={SCHEDULER: "it was not asked yet"}),
+        )
+        self.cached = CachedPrompts(self._control, settings.flush_timeout_s, self.rounds.outdate)
+        self.flushes = FlushJobs(self._control.flush, self._gpu, self.rounds.outdate)
         self.mounted = MountedConfig(settings.config_file)
-        self.latest = Snapshot(time.time(), missing={"scheduler": "it was not asked yet"})
-        """Of the last round of questions, whoever asked for it."""
-        self._collected_at = -math.inf
         self._known_tiers: set[str] = set()
-        self._collecting: asyncio.Task[Snapshot] | None = None
         self._sampler: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -88,22 +91,14 @@ class AdminService:
 
     async def close(self) -> None:
         """Ends what runs and closes all connections."""
-        tasks = [task for task in (self._sampler, self._collecting) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._sampler is not None:
+            self._sampler.cancel()
+            await asyncio.gather(self._sampler, return_exceptions=True)
+        await self.rounds.close()
         await self.flushes.close()
         await self._gpu.close()
         await self.prompts.close()
         self._control.close()
-
-    async def snapshot(self) -> Snapshot:
-        """What all processes report now. Callers at about the same time share one round of questions."""
-        if time.monotonic() - self._collected_at < self._settings.fresh_s:
-            return self.latest
-        if self._collecting is None or self._collecting.done():
-            self._collecting = asyncio.create_task(self._collect())
-        return await asyncio.shield(self._collecting)
 
     def sidecar_stats(self, requests: Counter[tuple[str, int]]) -> SidecarStats:
         """What is counted here and nowhere else."""
@@ -130,7 +125,7 @@ class AdminService:
         """
         unknown = set(request.tiers) - {GPU_TIER} - self._known_tiers
         if unknown:
-            snapshot = await self.snapshot()
+            snapshot = await self.rounds.snapshot()
             unknown -= self._known_tiers
             if unknown and not snapshot.ranks:
                 raise Problem(
@@ -166,13 +161,8 @@ class AdminService:
             force=asked.force,
         )
 
-    def _outdate(self) -> None:
-        """Who asks next is told what is so now."""
-        self._collected_at = -math.inf
-
-    async def _collect(self) -> Snapshot:
-        self.latest = snapshot = await self._control.snapshot()
-        self._collected_at = time.monotonic()
+    async def _ask(self) -> Snapshot:
+        snapshot = await self._control.snapshot()
         self._known_tiers.update(snapshot.tier_names())
         if snapshot.scheduler is not None:
             self.window.add(snapshot.taken_at, snapshot.scheduler)
@@ -182,6 +172,6 @@ class AdminService:
         while True:
             with contextlib.suppress(Exception):  # a round less; the next reader sees the reason
                 self.mounted.look()
-                if await self.mounted.hand_over(await self.snapshot(), self._control):
-                    self._outdate()
+                if await self.mounted.hand_over(await self.rounds.snapshot(), self._control):
+                    self.rounds.outdate()
             await asyncio.sleep(self._settings.sample_s)

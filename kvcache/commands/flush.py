@@ -29,6 +29,13 @@ def flush(
         list[str], typer.Argument(help="Tiers to empty: gpu is vLLM's own cache; cpu, disk, remote.")
     ],
     reason: Annotated[str, typer.Option(help="For whoever reads the history.")] = "",
+    salt: Annotated[
+        str | None, typer.Option(help="Only what requests with this cache_salt have stored.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Only of this namespace, as GET /v1/config shows them.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Pinned chunks too.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until it is done; without, print its id.")] = True,
     url: Url = DEFAULT_URL,
     token_file: TokenPath = None,
@@ -36,7 +43,8 @@ def flush(
 ) -> None:
     """Forget what tiers hold. Fails if something of it is left."""
     admin = AdminClient(url, token_file)
-    report = admin.post("/v1/flush", {"tiers": tiers, "reason": reason})
+    scope = {"salt": salt, "namespace": namespace, "force": force}
+    report = admin.post("/v1/flush", {"tiers": tiers, "reason": reason, "scope": scope})
     with progress_console().status(f"flushing {', '.join(tiers)}"):
         while wait and report["state"] == "Running":
             time.sleep(_POLL_S)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sidecar's end of the control sockets: asks all processes at once, each within one deadline.
-
-Every request has a connection of its own. That costs some 0.1 ms, and no answer can be taken for another's,
-no request waits behind one that hangs, and a restarted process is found without further ado.
-"""
+"""The sidecar's end of the control sockets: asks all processes at once, each within one deadline."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
+from kvcache.control.connections import Connections
 from kvcache.control.snapshot import Snapshot
 from kvcache.control.wire import (
     EVERYTHING,
@@ -35,19 +30,7 @@ from kvcache.control.wire import (
     served_names,
     socket_path,
 )
-from kvcache.ipc import (
-    MAX_MESSAGE_BYTES,
-    IpcError,
-    NoAnswerError,
-    ReplyT,
-    UnreachableError,
-    checked_path,
-    is_served,
-    pack_request,
-    unpack_reply,
-)
-
-_REQUEST_ID = 1
+from kvcache.ipc import IpcError, NoAnswerError, ReplyT, UnreachableError
 
 
 class ControlClient:
@@ -71,18 +54,20 @@ class ControlClient:
         self._expected = [rank_name(rank) for rank in range(expected_ranks or 0)]
         self._timeout_s = timeout_s
         self._flush_timeout_s = flush_timeout_s
-        self._context = zmq.asyncio.Context()
+        self._connections = Connections()
 
     async def snapshot(self) -> Snapshot:
         """Statistics of every process that is expected or found; one that does not answer is missing."""
         ranks = self._ranks()
+        asked = [SCHEDULER, *ranks]
+        self._connections.forget_others([socket_path(self._runtime_dir, name) for name in asked])
         scheduler, *answers = await asyncio.gather(
             self._ask(SCHEDULER, GetStats(), SchedulerSnapshot, self._timeout_s),
             *(self._ask(name, GetStats(), RankSnapshot, self._timeout_s) for name in ranks),
         )
         missing = {
             name: answer
-            for name, answer in zip([SCHEDULER, *ranks], [scheduler, *answers], strict=True)
+            for name, answer in zip(asked, [scheduler, *answers], strict=True)
             if isinstance(answer, str)
         }
         return Snapshot(
@@ -125,7 +110,7 @@ class ControlClient:
 
         async def ask(name: str) -> ReplyT | IpcError:
             try:
-                return await self._request(socket_path(self._runtime_dir, name), message, reply, timeout_s)
+                return await self._request(name, message, reply, timeout_s)
             except IpcError as error:
                 return error
 
@@ -133,7 +118,7 @@ class ControlClient:
         return dict(zip(ranks, await asyncio.gather(*map(ask, ranks)), strict=True))
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._connections.close()
 
     def _ranks(self) -> list[str]:
         found = [name for name in served_names(self._runtime_dir) if name != SCHEDULER]
@@ -144,25 +129,15 @@ class ControlClient:
     ) -> ReplyT | str:
         """The answer, or in words why there is none."""
         try:
-            return await self._request(socket_path(self._runtime_dir, name), message, reply, timeout_s)
+            return await self._request(name, message, reply, timeout_s)
         except IpcError as error:
             return in_words(error, timeout_s)
 
     async def _request(
-        self, path: Path, message: msgspec.Struct, reply: type[ReplyT], timeout_s: float
+        self, name: str, message: msgspec.Struct, reply: type[ReplyT], timeout_s: float
     ) -> ReplyT:
-        if not is_served(checked_path(path)):
-            raise UnreachableError(f"{path} is not served")
-        with self._context.socket(zmq.DEALER) as connection:
-            connection.setsockopt(zmq.LINGER, 0)
-            connection.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            connection.connect(f"ipc://{path}")
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await connection.send_multipart(pack_request(_REQUEST_ID, message))
-                    return unpack_reply(await connection.recv_multipart(), reply)
-            except TimeoutError:
-                raise NoAnswerError(f"{path} did not answer within {timeout_s:g} s") from None
+        path = socket_path(self._runtime_dir, name)
+        return await self._connections.request(path, message, reply, timeout_s)
 
 
 def in_words(error: IpcError, timeout_s: float) -> str:

@@ -71,7 +71,7 @@ LABELS = {
     "transfer_path": "cuda, host or none",
     "namespace_digest": "of all that must be equal for two KVs to be interchangeable",
     "version": "of the package kvcache",
-    "way": "host, staged, direct or batched_dma",
+    "way": "host, staged, direct or strided_dma",
 }
 """Labels to what their values are."""
 

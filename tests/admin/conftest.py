@@ -65,7 +65,7 @@ def admin(socket_dir: Path, token_file: Path) -> Admin:
             "vllm_url": "http://vllm:8000/",
             "timeout_s": 5.0,
             "gpu_patience_s": 0.0,
-            "fresh_s": 0.0,
+            "rounds_at_once": 1_000_000,
         }
         app = create_app(Settings(**{**defaults, **settings}), vllm and httpx.MockTransport(vllm))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -176,7 +176,7 @@ async def test_a_failure_inside_shows_nothing_of_the_inside(
     async def broken(self: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("kvcache.admin.service.AdminService.snapshot", broken)
+    monkeypatch.setattr("kvcache.admin.rounds.Rounds.snapshot", broken)
     async with admin() as client:
         answer = await client.get("/v1/stats", headers=AUTH)
         problem(answer, 500, "InternalError")

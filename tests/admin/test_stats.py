@@ -176,7 +176,7 @@ async def test_metrics_are_those_of_the_processes(admin: Admin, serve: Serve) ->
 async def test_however_many_ask_the_processes_are_asked_once_in_a_while(admin: Admin, serve: Serve) -> None:
     rank = CountingProcess(rank_stats(0))
     serve("rank0", rank)
-    async with admin(sample_s=3600, fresh_s=3600.0) as client:
+    async with admin(sample_s=3600, rounds_at_once=1, rounds_per_s=0.0) as client:
         for _ in range(20):
             assert (await client.get("/v1/stats", headers=AUTH)).json()["ranks"]
         assert rank.asked == 1
@@ -185,7 +185,7 @@ async def test_however_many_ask_the_processes_are_asked_once_in_a_while(admin: A
 async def test_after_a_flush_they_are_asked_anew(admin: Admin, serve: Serve) -> None:
     rank = CountingProcess(rank_stats(0))
     serve("rank0", rank)
-    async with admin(sample_s=3600, fresh_s=3600.0) as client:
+    async with admin(sample_s=3600, rounds_at_once=1, rounds_per_s=0.0) as client:
         for rounds in (1, 2, 3):
             for _ in range(3):
                 await client.get("/v1/stats", headers=AUTH)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from pathlib import Path
 
 import pytest
 
-from kvcache.control.wire import Part
+from kvcache.control.wire import FlushScope, Part
 from tests.commands.conftest import TOKEN, Run
 from tests.control.processes import Process
 
@@ -49,6 +50,17 @@ def test_flush(run: Run, admin: dict[str, str], rank: Process) -> None:
     assert result.exit_code == 0
     assert ["rank0", "cpu", "yes", "3", "99 B", "0", ""] in rows(result.stdout)
     assert rank.flushed == [["cpu"]]
+
+
+def test_flush_of_a_part(run: Run, admin: dict[str, str], rank: Process) -> None:
+    rank.scopes.clear()
+    namespace = secrets.token_hex(16)
+    part = ["--salt", "one tenant", "--namespace", namespace, "--force"]
+    assert run("flush", "cpu", *part, **admin).exit_code == 0
+    assert rank.scopes == [FlushScope(namespace=bytes.fromhex(namespace), salt="one tenant", force=True)]
+    refused = run("flush", "cpu", "--namespace", "short", **admin)
+    assert (refused.exit_code, len(rank.scopes)) == (1, 1)
+    assert "namespace" in refused.stderr
 
 
 def test_flush_as_json_and_without_waiting(run: Run, admin: dict[str, str]) -> None:

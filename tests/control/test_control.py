@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,6 +124,93 @@ def test_a_restarted_rank_is_found_again(socket_dir: Path, serve: Callable[..., 
         return pids
 
     assert asyncio.run(through_restarts()) == [1, 2]
+
+
+def test_a_connection_that_answered_is_used_again(
+    socket_dir: Path, serve: Callable[..., ControlServer]
+) -> None:
+    serve("scheduler", Process(scheduler_stats()))
+    serve("rank0", Process(rank_stats(0)))
+
+    def connections() -> int:
+        path = str(socket_path(socket_dir, "rank0"))
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        return sum(line.endswith(path) for line in lines) - 1  # one of them listens
+
+    async def rounds() -> list[int]:
+        client = ControlClient(socket_dir, timeout_s=5)
+        seen = []
+        try:
+            for _ in range(5):
+                assert (await client.snapshot()).missing == {}
+                seen.append(connections())
+            await asyncio.gather(*(client.snapshot() for _ in range(3)))
+        finally:
+            client.close()
+        return seen
+
+    assert asyncio.run(rounds()) == [1] * 5
+
+
+def test_an_answer_that_came_too_late_is_not_the_next_ones(
+    socket_dir: Path, serve: Callable[..., ControlServer]
+) -> None:
+    rank = Process(rank_stats(0, stored_tokens=1))
+    serve("rank0", rank)
+
+    async def ask() -> list[int]:
+        client = ControlClient(socket_dir, timeout_s=0.3)
+        stored = []
+        try:
+            stored.append((await client.snapshot()).ranks[0].stored_tokens)
+            rank.go.clear()
+            assert (await client.snapshot()).missing["rank0"] == "it did not answer within 0.3 s"
+            rank.go.set()
+            rank.reported = rank_stats(0, stored_tokens=2)
+            for _ in range(3):
+                stored.append((await client.snapshot()).ranks[0].stored_tokens)
+        finally:
+            client.close()
+        return stored
+
+    assert asyncio.run(ask()) == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("ends", ["closed", "killed"])
+def test_a_process_that_ends_between_two_requests(socket_dir: Path, ends: str) -> None:
+    async def ask() -> None:
+        client = ControlClient(socket_dir, expected_ranks=1, timeout_s=1)
+        try:
+            for number in range(3):
+                process = _started(socket_dir, number)
+                try:
+                    assert (await client.snapshot()).ranks[0].stored_tokens == number
+                finally:
+                    if ends == "closed":
+                        process.communicate(b"")
+                    process.kill()
+                    process.wait()
+                assert "not served" in (await client.snapshot()).missing["rank0"]
+        finally:
+            client.close()
+
+    asyncio.run(ask())
+
+
+def _started(runtime_dir: Path, stored_tokens: int) -> subprocess.Popen[bytes]:
+    """A rank in a process of its own, which ends with its input."""
+    program = (
+        "import sys; from kvcache.control.server import ControlServer;"
+        "from tests.control.processes import Process, rank_stats;"
+        "process = Process(rank_stats(0, stored_tokens=int(sys.argv[2])));"
+        "server = ControlServer(sys.argv[1], 'rank0', process);"
+        "print(flush=True); sys.stdin.read(); server.close()"
+    )
+    command = [sys.executable, "-c", program, str(runtime_dir), str(stored_tokens)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
 
 
 def test_a_flush_reaches_every_rank_and_each_tier_has_a_result(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvcache
 from kvcache.control.snapshot import Snapshot
+from kvcache.gpu_connector.transfer_plan import Way
 from kvcache.observability.definitions import LABELS
 from kvcache.observability.metrics import DEFINITIONS, SidecarStats, render
 from kvcache.stats import HistogramStats, RankStats, SchedulerStats, TierStats, WayStats
@@ -77,6 +78,10 @@ def scraped(snapshot: Snapshot) -> dict[tuple[str, frozenset[tuple[str, str]]], 
 
 def value(samples: dict[Any, float], name: str, **labels: object) -> float:
     return samples[name, frozenset((key, str(label)) for key, label in labels.items())]
+
+
+def test_the_ways_that_bytes_go_are_those_that_a_rank_reports() -> None:
+    assert set(re.findall(r"[a-z_]+", LABELS["way"])) == {way.value for way in Way} | {"or"}
 
 
 def test_names_follow_the_conventions() -> None:

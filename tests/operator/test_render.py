@@ -35,6 +35,11 @@ KUBERNETES = "1.37"
 
 CASES = {path.stem: yaml.safe_load(path.read_text()) for path in SAMPLES}
 CASES |= {document["metadata"]["name"]: document for document in FULL}
+RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"} | {
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 ALL_KINDS = Kinds(pod_monitor=True, service_monitor=True)
 
 
@@ -75,6 +80,7 @@ def test_pods_pass_the_restricted_profile(name: str) -> None:
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     assert pod["automountServiceAccountToken"] is False
     assert pod["enableServiceLinks"] is False
+    assert not {"seLinuxOptions", "sysctls", "windowsOptions"} & pod["securityContext"].keys()
     for container in pod["containers"]:
         if container["name"] not in ("vllm", "admin"):
             continue  # the user's own, which is warned about
@@ -82,7 +88,10 @@ def test_pods_pass_the_restricted_profile(name: str) -> None:
         assert security["allowPrivilegeEscalation"] is False
         assert security["capabilities"] == {"drop": ["ALL"]}
         assert security["readOnlyRootFilesystem"] is True
-    assert not any("hostPath" in volume for volume in pod["volumes"])
+        assert not {"privileged", "procMount", "seLinuxOptions"} & security.keys()
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+    for volume in pod["volumes"]:
+        assert volume.keys() - {"name"} <= RESTRICTED_VOLUMES
 
 
 @pytest.mark.parametrize("name", CASES)
