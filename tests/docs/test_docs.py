@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import typer.main
 import yaml
@@ -78,10 +79,10 @@ def _is_there(words: list[str]) -> bool:
     if name in ("python", "python3") and words[1] == "-m":
         return importlib.util.find_spec(words[2]) is not None
     if name in ("python", "python3"):
-        return (ROOT / words[1]).is_file()
+        return words[1] == "-c" or (ROOT / words[1]).is_file()
     if "/" in name:
         return (ROOT / name).is_file()
-    return name in {"base64", "curl", "kind", "kubectl", "k3d", "git"}
+    return name in {"base64", "cp", "curl", "kind", "kubectl", "k3d", "git", "sed"}
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=named)
@@ -101,12 +102,49 @@ def test_files_of_commands_are_there(page: Path, words: list[str]) -> None:
             assert match[1] in made or (ROOT / match[1]).exists(), word
 
 
+def made_by_programs() -> dict[str, object]:
+    """JSON files that documents make by a line of Python, and what is in them."""
+    made: dict[str, object] = {}
+    for page, words in COMMANDS:
+        if words[:2] == ["python3", "-c"]:
+            assert words[3] == ">", f"{page.name}: {' '.join(words)}"
+            ran = subprocess.run([sys.executable, *words[1:3]], cwd=ROOT, capture_output=True, check=True)
+            made[words[4]] = json.loads(ran.stdout)
+    return made
+
+
+def test_the_long_question_is_long_enough_to_be_given_back() -> None:
+    question = made_by_programs()["question.json"]
+    assert isinstance(question, dict)
+    assert question.keys() == {"model", "prompt", "max_tokens", "temperature"}
+    assert len(question["prompt"]) > 3 * 256  # a token has some four characters, and a chunk 256 tokens
+
+
+def test_the_volume_of_the_quick_start_is_valid_kubernetes() -> None:
+    for document in yaml.safe_load_all((ROOT / "docs" / "examples" / "models-volume.yaml").read_text()):
+        kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_the_claim_of_the_quick_start_is_the_one_that_samples_name() -> None:
+    volume, claim = yaml.safe_load_all((ROOT / "docs" / "examples" / "models-volume.yaml").read_text())
+    (node,) = yaml.safe_load((ROOT / "docs" / "examples" / "kind.yaml").read_text())["nodes"]
+    (mount,) = node["extraMounts"]
+    assert volume["spec"]["hostPath"]["path"] == mount["containerPath"]
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    sample = yaml.safe_load((ROOT / "manifests" / "samples" / "smollm2.yaml").read_text())
+    assert claim["metadata"]["name"] == sample["spec"]["model"]["volume"]["claimName"]
+
+
 def test_bodies_of_requests_are_what_the_routes_read() -> None:
     flushes = 0
     for _, words in COMMANDS:
         if words[0] != "curl" or "-d" not in words:
             continue
-        body = json.loads(words[words.index("-d") + 1])
+        text = words[words.index("-d") + 1]
+        if text.startswith("@"):
+            assert text.removeprefix("@") in made_by_programs(), text
+            continue
+        body = json.loads(text)
         if any(word.endswith("/v1/flush") for word in words):
             FlushRequest.model_validate(body)
             flushes += 1
