@@ -64,7 +64,9 @@ def test_the_pages_are_wanted_on_the_node() -> None:
         )
         policies.append(line.split()[1])
         region.close()
-    assert policies == ["prefer:0", "default"]
+    # Without a node the process's own policy stays, which is not `default` where a vLLM has bound its memory.
+    assert policies[0] == "prefer:0"
+    assert not policies[1].startswith("prefer")
 
 
 def test_pages_are_populated_in_the_background_and_keep_their_content() -> None:

@@ -104,7 +104,8 @@ def test_a_load_that_raises_is_computed(
     engine.answers(prompts)
     engine.forget_gpu()
     with monkeypatch.context() as broken:
-        broken.setattr(_worker(engine).engine.gpu_connector, "batched_to_gpu", _broken)
+        for way in ("batched_to_gpu", "layers_to_gpu"):
+            broken.setattr(_worker(engine).engine.gpu_connector, way, _broken)
         assert [answer.tokens for answer in engine.answers(prompts)] == expected
     assert engine.rank_stats.failures["BrokenError"] == 2
     engine.forget_gpu()

