@@ -160,8 +160,7 @@ class CudaRing final : public StagingRing {
     }
 
     // A copy engine goes on with one stream as long as that does not wait, and everybody else's copies, the
-    // inputs of the model's next step among them, stand still meanwhile: for the whole of a load, 77 ms of 4
-    // GiB.
+    // inputs of the model's next step among them, stand still meanwhile: for 77 ms of a load of 4 GiB.
     void pause(cudaEvent_t after) {
         cuda_check(cudaStreamWaitEvent(pauses_, after, 0), "cudaStreamWaitEvent");
         pause_kernel<<<1, 1, 0, pauses_>>>(uint64_t{1000} * static_cast<uint64_t>(pause_us_));
