@@ -327,6 +327,11 @@ class LMCacheEngine:
         for copies in self._loads:
             copies.completion.order_layer(layer)
 
+    def order_layers(self) -> None:
+        """The same of all layers: nothing of it is written to the pages afterwards."""
+        for layer in range(self.gpu_connector.num_layers):
+            self.order_layer(layer)
+
     def drain(self, timeout_s: float) -> bool:
         """Waits for all copies; False if some are not done in time."""
         deadline = self._clock() + timeout_s

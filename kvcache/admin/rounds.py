@@ -79,5 +79,9 @@ class Rounds:
     async def _round(self, before: asyncio.Task[Snapshot] | None) -> Snapshot:
         if before is not None:
             await asyncio.gather(before, return_exceptions=True)
-        self.latest = await self._ask()
+        try:
+            self.latest = await self._ask()
+        except Exception:
+            self._outdated = True  # what was changed is still not told
+            raise
         return self.latest

@@ -18,8 +18,9 @@ from kvcache.memory.objects import MemoryObj
 class BulkConnector(PagedConnector):
     """Pages to and from resident memory objects (KV_LT2D, KV_LTD for MLA), all layers at once.
 
-    On a GPU copies are queued, stores on `store_stream` and loads on `load_stream`, in the order that
-    `kvcache.gpu_connector.transfer` describes. On the CPU they are complete when the call returns.
+    On a GPU copies are queued: stores on `store_stream`, loads on `load_stream`, those beside the model on a
+    stream of their own, in the order that `kvcache.gpu_connector.transfer` describes. On the CPU they are
+    complete when the call returns.
     """
 
     @property

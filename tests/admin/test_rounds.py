@@ -162,3 +162,19 @@ async def test_closing_ends_the_round_that_runs_and_the_one_behind_it() -> None:
 
 async def broken() -> Snapshot:
     raise OSError("no sockets")
+
+
+async def test_a_round_that_fails_after_a_change_leaves_it_to_be_told() -> None:
+    processes = Processes()
+    rounds = rounds_of(processes, burst=2)
+    assert (await rounds.snapshot()).taken_at == 1
+    ask, rounds._ask = rounds._ask, _fails
+    rounds.outdate()
+    with pytest.raises(OSError, match="no answer"):
+        await rounds.snapshot()
+    rounds._ask = ask
+    assert (await rounds.snapshot()).taken_at == 2
+
+
+async def _fails() -> Snapshot:
+    raise OSError("no answer")

@@ -60,7 +60,7 @@ def random_below(dice: random.Random) -> tuple[tuple[WriteMode, bool], ...]:
 def random_case(dice: random.Random) -> tuple[Shape, Faults]:
     """An engine and its faults."""
     shape, faults = random_shape(dice), random_faults(dice)
-    if shape.depth > 1 and (faults.copy or faults.plan or faults.vanish):
+    if shape.depth > 1 and (faults.copy or faults.plan or faults.vanish or faults.hooks):
         # vLLM 0.32 that schedules asynchronously goes on with the token of a step whose load failed, unless
         # the request waited for the load outside of the batch: test_simulator shows it.
         shape = replace(shape, extra=(*shape.extra, ("async_loading", "Always")))

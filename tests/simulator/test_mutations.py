@@ -226,10 +226,14 @@ def _hooks_are_counted_on_that_do_not_come(patch: pytest.MonkeyPatch) -> None:
 
     def complete(self: LayerHooks) -> bool:
         end(self)
-        self._proven = True
+        self._broken = False
         return True
 
     patch.setattr(LayerHooks, "end", complete)
+
+
+def _failed_loads_go_on_beside_their_pages_next_owners(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LMCacheEngine, "order_layers", _nothing)
 
 
 SLOW = replace(BUSY, below=(("Through", True), ("Back", False)))
@@ -258,6 +262,9 @@ MUTATIONS = [
     Mutation(_layers_are_not_waited_for),
     Mutation(_layers_are_waited_for_one_late, replace(BUSY, layers=(5,))),
     Mutation(_hooks_are_counted_on_that_do_not_come, faults=Faults(hooks=0.2)),
+    Mutation(
+        _failed_loads_go_on_beside_their_pages_next_owners, replace(BUSY, layers=(5,)), Faults(hooks=0.3)
+    ),
     Mutation(_a_load_has_ended_when_it_is_handed_over, ASYNC),
     Mutation(_a_broken_load_has_ended_before_its_copies, ASYNC, Faults(copy=0.2)),
     Mutation(_a_load_counts_as_whole_whatever_was_handed_over, ASYNC, Faults(copy=0.2)),

@@ -242,10 +242,12 @@ class LMCacheConnectorV1Impl(Administered):
         if self._worker is None:
             self._lose_loads()
         else:
-            self._worker.start_load_kv(metadata, hooks_expected=_runs_layer_by_layer(forward_context))
+            self._worker.start_load_kv(metadata, forward=_layered_kind(forward_context))
 
     def _lose_loads(self, forward_context: Any = None) -> None:
         """vLLM must hear of every load of this step that did not come, or it serves from unfilled pages."""
+        if self._worker is not None:
+            self._worker.drop_followed()
         for request in () if self._metadata is None else self._metadata.requests:
             blocks = request.promised_blocks(self._block_size)
             if blocks:
@@ -406,12 +408,13 @@ def _wants_events(vllm_config: VllmConfig) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def _runs_layer_by_layer(forward_context: Any) -> bool:
-    """Whether the forward calls Python around each layer's attention: not where there is none to compute, and
-    not in the replay of a full CUDA graph."""
+def _layered_kind(forward_context: Any) -> tuple[str, bool] | None:
+    """The kind of a forward that calls Python around each layer's attention: its CUDA graphs, and whether it
+    is cut into microbatches. None where there is no attention to compute, or a full graph is replayed."""
     if forward_context is None or not forward_context.attn_metadata:
-        return False
-    return bool(forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL)
+        return None
+    mode = forward_context.cudagraph_runtime_mode
+    return None if mode == CUDAGraphMode.FULL else (mode.name, bool(forward_context.ubatch_slices))
 
 
 def _world_size(vllm_config: VllmConfig) -> int:

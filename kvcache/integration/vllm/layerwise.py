@@ -4,7 +4,10 @@ stores a layer at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Hashable, Sequence
+
+logger = logging.getLogger("vllm.kvcache")
 
 Storer = Generator[None, None, None]
 """`LMCacheEngine.store_layer`: layers + 1 steps."""
@@ -13,9 +16,12 @@ Storer = Generator[None, None, None]
 class LayerHooks:
     """Which layers' hooks the running forward has called, and whether they may be counted on.
 
-    They may after one forward that called them all, in order. None come in the replay of a full CUDA graph,
-    and those of layers that a second forward of the step runs (drafts) come too late. vLLM starts loads
-    before a forward that needs them, and may start those that nobody waits for after it.
+    They may in forwards of a kind of which one has called them all, in order. None come in the replay of a
+    full CUDA graph, and those of layers that a second forward of the step runs (drafts) come too late. vLLM
+    starts loads before a forward that needs them, and may start those that nobody waits for after it.
+
+    After a forward that was counted on and did not call them all, and may have computed upon unfilled pages,
+    none is again: under asynchronous scheduling vLLM may use a token of it before it hears of that.
 
     Args:
         layer_names: in the order of the model.
@@ -23,23 +29,25 @@ class LayerHooks:
 
     def __init__(self, layer_names: Sequence[str]) -> None:
         self._index = {name: index for index, name in enumerate(layer_names)}
-        self._expected = False
+        self._kind: Hashable | None = None
         self._called = 0
-        self._proven = False
+        self._proven: set[Hashable] = set()
+        self._counted_on = False
+        self._broken = False
 
-    def begin(self, *, expected: bool) -> None:
+    def begin(self, kind: Hashable | None) -> None:
         """vLLM starts a step's loads.
 
         Args:
-            expected: the step's forward runs attention layer by layer.
+            kind: of the step's forward; None where it does not run attention layer by layer.
         """
-        self._expected = expected
+        self._kind = kind
 
     def count_on(self) -> bool:
         """Whether the hooks of all layers will come from now on, for loads that depend on it."""
-        if not (self._expected and self._proven):
+        if self._broken or self._kind is None or self._kind not in self._proven:
             return False
-        self._called = 0
+        self._counted_on, self._called = True, 0
         return True
 
     def index(self, layer_name: str) -> int | None:
@@ -56,9 +64,18 @@ class LayerHooks:
     def end(self) -> bool:
         """The forward is over; whether it called all of them."""
         complete = self._called == len(self._index)
-        if self._expected:
-            self._proven = complete
-        self._expected, self._called = False, 0
+        if self._kind is not None and complete:
+            self._proven.add(self._kind)
+        if self._counted_on and not complete:
+            self._broken = True
+            logger.error(
+                "KV cache: a forward (%s) called the hooks of %d layers in order, and has %d; loads are not "
+                "followed layer by layer any more",
+                self._kind,
+                self._called,
+                len(self._index),
+            )
+        self._kind, self._called, self._counted_on = None, 0, False
         return complete
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,15 +79,15 @@ class WorkerSide:
         read."""
         self.engine.order_after_stores()
 
-    def start_load_kv(self, metadata: LMCacheConnectorMetadata, *, hooks_expected: bool = False) -> None:
+    def start_load_kv(self, metadata: LMCacheConnectorMetadata, *, forward: Hashable | None = None) -> None:
         """Loads what requests were promised; on a GPU ordered before the kernels of the model that read it,
         unless the request waits outside of the batch.
 
         Args:
-            hooks_expected: the forward that follows calls the hooks around each layer's attention.
+            forward: its kind, if the step's forward calls the hooks around each layer's attention.
         """
         self._end_followed(complete=False)  # of a forward that broke off
-        self._hooks.begin(expected=hooks_expected)
+        self._hooks.begin(forward)
         session = metadata.lookup_session
         self.engine.lookup_unpin(
             [lease_owner(session, req_id) for req_id in metadata.lookup_requests_in_step]
@@ -99,9 +99,10 @@ class WorkerSide:
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The layer's pages are filled before whatever the model's stream is given next."""
-        layer = self._hooks.called(layer_name)
+        layer = self._hooks.index(layer_name)
         if self._followed and layer is not None:
             self.engine.order_layer(layer)
+        self._hooks.called(layer_name)
 
     def save_kv_layer(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
         """Layerwise: starts to store the layer. The first layer's hook opens the step's stores."""
@@ -201,8 +202,17 @@ class WorkerSide:
     def _end_followed(self, *, complete: bool) -> None:
         """Of a forward that did not wait for every layer nobody knows what it read: its loads have failed."""
         followed, self._followed = self._followed, []
+        if followed and not complete:
+            # They still write the pages, which are given to others now.
+            self.engine.order_layers()
         for end in followed:
             end(complete)
+
+    def drop_followed(self) -> None:
+        """The loads of this step are reported as failed by the caller."""
+        if self._followed:
+            self.engine.order_layers()
+        self._followed = []
 
     def _check_load(self, request: ReqMeta, first: int, last: int, there: torch.Tensor | None) -> None:
         """Reports what of the window's `[first, last)` did not come; `there` None stands for all of it."""

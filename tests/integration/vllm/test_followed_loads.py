@@ -65,27 +65,30 @@ def test_a_load_whose_layers_nobody_waits_for_has_failed(
 def test_hooks_are_counted_on_after_one_forward_that_called_them_all_in_order() -> None:
     hooks = LayerHooks(["a", "b", "c"])
 
-    def forward(called: str, *, expected: bool = True, loads: bool = False) -> tuple[bool, bool]:
+    def forward(called: str, kind: str | None = "eager", *, loads: bool = False) -> tuple[bool, bool]:
         """vLLM starts loads before the forward where there are some, else after it."""
         if loads:
-            hooks.begin(expected=expected)
+            hooks.begin(kind)
         counted_on = loads and hooks.count_on()
         for name in called:
             hooks.called(name)
         if not loads:
-            hooks.begin(expected=expected)
+            hooks.begin(kind)
         return counted_on, hooks.end()
 
-    assert forward("abc", loads=True) == (False, True)
-    assert forward("abc", loads=True) == (True, True)
-    assert forward("aabxbcc", loads=True) == (True, True), "twice, or of a layer without KV of its own"
-    assert forward("", expected=False) == (False, False), "a graph's replay says nothing of the others"
-    assert forward("ab", loads=True) == (True, False)
+    assert forward("ab", loads=True) == (False, False)
     assert forward("acb", loads=True) == (False, False)
     assert forward("abc") == (False, True)
-    assert forward("", loads=True) == (True, False), "those of the forward before do not count"
-    assert forward("abc") == (False, True)
+    assert forward("abc", loads=True) == (True, True)
+    assert forward("aabxbcc", loads=True) == (True, True), "twice, or of a layer without KV of its own"
+    assert forward("", None, loads=True) == (False, False), "a graph's replay says nothing of the others"
+    assert forward("abc", "pieces", loads=True) == (False, True), "of another kind"
+    assert forward("abc", "pieces", loads=True) == (True, True)
     for name in "abc":
         hooks.called(name)  # of a forward that broke off
     assert forward("", loads=True) == (True, False)
     assert (hooks.called("x"), hooks.called("b"), hooks.index("c")) == (None, 1, 2)
+    hooks.end()
+    for kind in ("eager", "pieces"):
+        assert forward("abc", kind) == (False, True)
+        assert forward("abc", kind, loads=True) == (False, True), "they failed to come once"
