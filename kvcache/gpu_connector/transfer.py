@@ -15,6 +15,7 @@ for is handed over slice by slice by another thread.
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -197,15 +198,10 @@ class PageTransfer:
         layer_bytes = int((chunks.ends - chunks.starts).sum()) * token_bytes
         group = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, layer_bytes)))
         events = []
-        try:
-            for begin in range(0, num_layers, group):
-                layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
-                part = chunks.from_layer(begin, token_bytes)
-                self._queue(self._loads, part, False, way, layers)
-                events.append(stream.record_event())
-        except Exception:
-            stream.synchronize()  # the caller gives the chunks away: nothing may read them any more
-            raise
+        for begin in range(0, num_layers, group):
+            layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
+            self._queue(self._loads, chunks.from_layer(begin, token_bytes), False, way, layers)
+            events.append(stream.record_event())
         return LayeredCompletion(events, group)
 
     def feed(self, chunks: Chunks) -> Feed:
@@ -258,9 +254,17 @@ class PageTransfer:
         self, lane: _Lane, chunks: Chunks, store: bool, way: TransferWay, layers: dict[str, Any]
     ) -> None:
         arguments = (self.pages, *chunks.arguments(), store)
-        if way.way is Way.STAGED:
-            lane.ring.transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
-        elif way.way is Way.STRIDED_DMA:
-            _native.strided_dma_transfer(*arguments, **layers, stream=lane.handle)
-        else:
-            _native.batched_kv_transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
+        try:
+            if way.way is Way.STAGED:
+                lane.ring.transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
+            elif way.way is Way.STRIDED_DMA:
+                _native.strided_dma_transfer(*arguments, **layers, stream=lane.handle)
+            else:
+                _native.batched_kv_transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
+        except Exception:
+            # The caller gives chunks and pages away now: what was queued, a ring's DMAs too, must have run.
+            # Where even waiting fails, the device does nothing any more.
+            if self.pages.device >= 0:
+                with contextlib.suppress(Exception):
+                    torch.cuda.synchronize(self.pages.device)
+            raise

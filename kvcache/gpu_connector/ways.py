@@ -17,7 +17,7 @@ import torch
 
 from kvcache.gpu_connector.feed import SLICES_IN_FLIGHT
 from kvcache.gpu_connector.interface import Completion
-from kvcache.gpu_connector.transfer import Chunks, PageTransfer, TransferWay, Way
+from kvcache.gpu_connector.transfer import GROUP_LAYERS, Chunks, PageTransfer, TransferWay, Way
 
 _MEASURED_BYTES = 256 << 20
 _CHUNK_TOKENS = 256
@@ -61,8 +61,10 @@ def choose_ways(transfer: PageTransfer) -> None:
     transfer.load_way = _best(measured[False], _AS_GOOD)
     quiet = [way for way in measured[False] if way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS]
     transfer.quiet_load_way = _best(quiet, _GOOD_ENOUGH)
-    # So many loads at once take their tables from memory that is page-locked now, not while requests decode.
-    slices = [transfer.load(chunks, way=transfer.quiet_load_way) for _ in range(SLICES_IN_FLIGHT + 1)]
+    # So many loads at once, slices or groups of layers, take their tables from memory that is page-locked
+    # now, not while requests decode.
+    at_once = max(SLICES_IN_FLIGHT + 1, -(-transfer.pages.num_layers // GROUP_LAYERS))
+    slices = [transfer.load(chunks, way=transfer.quiet_load_way) for _ in range(at_once)]
     for load in slices:
         load.wait()
 
