@@ -64,8 +64,8 @@ class LayerHooks:
     def end(self) -> bool:
         """The forward is over; whether it called all of them."""
         complete = self._called == len(self._index)
-        if self._kind is not None and complete:
-            self._proven.add(self._kind)
+        if self._kind is not None:
+            (self._proven.add if complete else self._proven.discard)(self._kind)
         if self._counted_on and not complete:
             self._broken = True
             logger.error(

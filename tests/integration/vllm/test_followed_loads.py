@@ -84,6 +84,8 @@ def test_hooks_are_counted_on_after_one_forward_that_called_them_all_in_order() 
     assert forward("", None, loads=True) == (False, False), "a graph's replay says nothing of the others"
     assert forward("abc", "pieces", loads=True) == (False, True), "of another kind"
     assert forward("abc", "pieces", loads=True) == (True, True)
+    assert forward("ab", "pieces") == (False, False)
+    assert forward("abc", "pieces", loads=True) == (False, True), "the last of its kind did not"
     for name in "abc":
         hooks.called(name)  # of a forward that broke off
     assert forward("", loads=True) == (True, False)
