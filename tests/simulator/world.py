@@ -216,8 +216,11 @@ class World:
         self.deliver()
         for _ in range(40):
             self.poll()
-        for _ in range(500 if self.shape.sockets else 0):
-            if not any(side.engine.storage.cpu.stats().leases for side in sides(self.engine)):
+        storages = [side.engine.storage for side in sides(self.engine)]
+        for _ in range(
+            500 if self.shape.sockets else 0
+        ):  # a rank hears over its socket that a lookup has ended
+            if not any(storage.cpu.stats().leases or storage._fetcher._searches for storage in storages):
                 break
             time.sleep(0.01)
         self.checks.check_end()
