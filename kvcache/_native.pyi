@@ -271,7 +271,7 @@ class StagingRing:
     the copy engine is left free for so many microseconds.
 
     Raises:
-        ValueError: a size or number of slots below 1.
+        ValueError: a size or number of slots below 1, a pause below 0.
         RuntimeError: CUDA's reason, such as no memory.
     """
 

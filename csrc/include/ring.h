@@ -25,8 +25,8 @@ class StagingRing {
 };
 
 // `pause_us`: after each slot of a load the copy engine is left free for so many microseconds (0: no pause).
-// Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0, and
-// std::runtime_error where memory cannot be had.
+// Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0
+// and a pause below, and std::runtime_error where memory cannot be had.
 std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots, int pause_us);
 
 // For make_ring.
