@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -249,14 +250,26 @@ class LMCacheEngine:
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
         lookup_id: str = "",
-        on_loaded: OnLoaded,
+        on_ready: OnLoaded,
+        on_loaded: OnLoaded = lambda loaded: None,
+        after: torch.cuda.Event | None = None,
     ) -> None:
         """As `retrieve`, but beside the model: nobody waits for the pages, and nobody reads or writes them
-        before `on_loaded` says what is there. The copies are queued by another thread, so that this call is
-        short however much is loaded; on a GPU they start after what the model's stream was given before it.
+        before `on_ready`. The copies are queued by another thread, so that this call is short however much is
+        loaded.
+
+        Args:
+            after: on a GPU they start behind it; None for what the model's stream was given before the call.
+            on_ready: called once with what is in the pages, or will be after copies that are queued by now:
+                `order_ready` comes before whatever reads or writes them.
         """
         plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
-        self._start_load(plan, slot_mapping, on_loaded, self.gpu_connector.feed_to_gpu)
+        copy = partial(self.gpu_connector.feed_to_gpu, after=after)
+        copies = self._start_load(plan, slot_mapping, on_loaded, copy)
+        if copies is None:
+            on_ready(Loaded(plan.mask(len(slot_mapping))))
+        else:
+            copies.on_ready = on_ready
         self.poll()
 
     def retrieve_layer(
@@ -304,6 +317,10 @@ class LMCacheEngine:
 
         It raises nothing: the error of one copy, or of whoever waits for it, is no other's.
         """
+        for load in self._loads:
+            if load.on_ready is not None and load.completion.queued():
+                load.ready = True
+                self._follow(load, self._tell_ready)
         for load in _take_done(self._loads):
             self._follow(load, self._finish_load)
         for store in _take_done(self._stores):
@@ -316,11 +333,23 @@ class LMCacheEngine:
             self.counters.failures[type(error).__name__] += 1
             logger.exception("KV cache: what follows a finished copy failed")
 
+    def stores_run(self) -> bool:
+        """Some still read their pages, as far as known after a look."""
+        self.poll()
+        return bool(self._stores)
+
     def order_after_stores(self) -> None:
         """Whatever the model's stream is given from now on waits until running stores have read their
         pages."""
         for copies in self._stores:
             copies.completion.order_current_stream()
+
+    def order_ready(self) -> None:
+        """Whatever the model's stream is given from now on sees the pages of loads that `on_ready` was called
+        of."""
+        for copies in self._loads:
+            if copies.ready:
+                copies.completion.order_current_stream()
 
     def order_layer(self, layer: int) -> None:
         """Whatever the model's stream is given from now on sees this layer of what is loaded by layer."""
@@ -378,6 +407,11 @@ class LMCacheEngine:
             self.storage.cpu.abandon(keys)
         copies.on_stored()
 
+    def _tell_ready(self, copies: LoadCopies) -> None:
+        on_ready, copies.on_ready = copies.on_ready, None
+        if on_ready is not None:
+            on_ready(Loaded(copies.plan.mask(copies.num_tokens)))
+
     def _finish_load(self, copies: LoadCopies) -> None:
         plan, error = copies.plan, copies.completion.error
         moved = copies.completion.moved(len(plan.chunks))
@@ -395,7 +429,10 @@ class LMCacheEngine:
         there = plan.mask(copies.num_tokens, moved)
         if not copies.counted:
             self.counters.loaded_tokens += int(there.sum())
-        copies.on_loaded(Loaded(there, num_bytes, seconds, error))
+        loaded = Loaded(there, num_bytes, seconds, error)
+        if copies.on_ready is not None:
+            copies.on_ready(loaded)
+        copies.on_loaded(loaded)
 
     def _plan_store(
         self,

@@ -54,6 +54,10 @@ class LoadCopies:
     on_loaded: OnLoaded
     counted: bool = False
     """Among the loaded tokens."""
+    on_ready: OnLoaded | None = None
+    """Called once all copies are queued, or have ended; None once that is done."""
+    ready: bool = False
+    """It was called, and the copies may still run."""
 
 
 @dataclass

@@ -337,9 +337,15 @@ def test_a_load_beside_the_model_fills_the_pages(rig: Rig) -> None:
     target = rig.slots(len(tokens))
     before = rig.read(target).clone()
     rig.engine.lookup(tokens, lookup_id="request", pin=True)
+    ready: list[Loaded] = []
     ended: list[Loaded] = []
     rig.engine.retrieve_beside(
-        tokens, mask(len(tokens), CHUNK), slot_mapping=target, lookup_id="request", on_loaded=ended.append
+        tokens,
+        mask(len(tokens), CHUNK),
+        slot_mapping=target,
+        lookup_id="request",
+        on_ready=ready.append,
+        on_loaded=ended.append,
     )
     loaded = _wait(rig, ended)
     there = (torch.arange(len(tokens)) >= CHUNK) & (torch.arange(len(tokens)) < 5 * CHUNK)
@@ -347,6 +353,7 @@ def test_a_load_beside_the_model_fills_the_pages(rig: Rig) -> None:
     assert (loaded.error, loaded.num_bytes > 0) == (None, True)
     assert torch.equal(rig.read(target), torch.where(there[None, :, None, None], expected, before))
     assert rig.engine.counters.loaded_tokens == 4 * CHUNK
+    assert [torch.equal(told.there, there) for told in ready] == [True]
 
 
 def test_a_load_beside_the_model_that_breaks_off_says_what_came(
@@ -366,9 +373,11 @@ def test_a_load_beside_the_model_that_breaks_off_says_what_came(
         queue(*arguments)
 
     monkeypatch.setattr(transfer.PageTransfer, "_queue", break_off)
+    ready: list[Loaded] = []
     ended: list[Loaded] = []
-    rig.engine.retrieve_beside(tokens, slot_mapping=source, on_loaded=ended.append)
+    rig.engine.retrieve_beside(tokens, slot_mapping=source, on_ready=ready.append, on_loaded=ended.append)
     loaded = _wait(rig, ended)
+    assert ready == [loaded]
     assert torch.equal(loaded.there, torch.arange(len(tokens)) < 2 * CHUNK)
     assert "says no" in str(loaded.error)
     assert torch.equal(rig.read(source)[:, : 2 * CHUNK], expected[:, : 2 * CHUNK])
@@ -377,8 +386,10 @@ def test_a_load_beside_the_model_that_breaks_off_says_what_came(
 
 def test_a_load_beside_the_model_of_nothing_ends_at_once(rig: Rig) -> None:
     ended: list[Loaded] = []
-    rig.engine.retrieve_beside([1] * CHUNK, slot_mapping=rig.slots(CHUNK), on_loaded=ended.append)
-    assert [(loaded.num_bytes, bool(loaded.there.any())) for loaded in ended] == [(0, False)]
+    rig.engine.retrieve_beside(
+        [1] * CHUNK, slot_mapping=rig.slots(CHUNK), on_ready=ended.append, on_loaded=ended.append
+    )
+    assert [(loaded.num_bytes, bool(loaded.there.any())) for loaded in ended] == [(0, False)] * 2
 
 
 def test_a_load_beside_the_model_ends_with_the_engine() -> None:
@@ -387,8 +398,9 @@ def test_a_load_beside_the_model_ends_with_the_engine() -> None:
     tokens = torch.randint(0, 1000, (5 * CHUNK,)).tolist()
     slots = rig.slots(len(tokens))
     rig.engine.store(tokens, slot_mapping=slots)
+    ready: list[Loaded] = []
     ended: list[Loaded] = []
-    rig.engine.retrieve_beside(tokens, slot_mapping=slots, on_loaded=ended.append)
+    rig.engine.retrieve_beside(tokens, slot_mapping=slots, on_ready=ready.append, on_loaded=ended.append)
     rig.engine.close()
-    assert len(ended) == 1
+    assert (len(ready), len(ended)) == (1, 1)
     assert rig.tier().stats().leases == 0

@@ -80,6 +80,9 @@ class Feed(Completion):
         self._slices.clear()
         self._ended.set()
 
+    def queued(self) -> bool:
+        return self._ended.is_set() and self.error is None
+
     def moved(self, chunks: int) -> int:
         return min(chunks, self._chunks)
 

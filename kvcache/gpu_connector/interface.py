@@ -23,6 +23,10 @@ class Completion(abc.ABC):
     def done(self) -> bool:
         """Whether the copies are complete: their memory may be read, or given away."""
 
+    def queued(self) -> bool:
+        """Whether all copies are on a stream: `order_current_stream` puts them before what follows."""
+        return self.error is None
+
     def moved(self, chunks: int) -> int:
         """Of the `chunks` chunks that were to be copied, how many were, from the first on."""
         return chunks if self.error is None else 0

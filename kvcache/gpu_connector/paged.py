@@ -95,11 +95,12 @@ class BulkConnector(PagedConnector):
         ends: Sequence[int],
         *,
         slot_mapping: torch.Tensor,
+        after: torch.cuda.Event | None = None,
     ) -> Completion:
         """As `batched_to_gpu`, but beside the model (`PageTransfer.feed`). An object that does not fit its
         tokens raises; whatever else fails is the completion's `error`.
         """
-        return self.transfer.feed(self._chunks(memory_objs, starts, ends, slot_mapping, self.fmt))
+        return self.transfer.feed(self._chunks(memory_objs, starts, ends, slot_mapping, self.fmt), after)
 
     def close(self) -> None:
         """Ends what `feed_to_gpu` has not handed over yet, with an error."""

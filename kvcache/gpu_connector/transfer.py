@@ -204,15 +204,20 @@ class PageTransfer:
             events.append(stream.record_event())
         return LayeredCompletion(events, group)
 
-    def feed(self, chunks: Chunks) -> Feed:
+    def now(self) -> torch.cuda.Event | None:
+        """Whatever the current stream was given so far; None on the CPU, where it has run."""
+        return None if self.pages.device < 0 else torch.cuda.current_stream(self.pages.device).record_event()
+
+    def feed(self, chunks: Chunks, after: torch.cuda.Event | None = None) -> Feed:
         """Chunks to pages, all layers, beside the model: the call returns before anything is queued, and no
-        stream waits for the pages. Copies start after whatever the current stream was given before the call.
+        stream waits for the pages.
 
         What `load` raises is the `error` of the feed.
+
+        Args:
+            after: the copies start behind it; `now` if None.
         """
-        pages_free = None
-        if self._quiet_loads.stream is not None:
-            pages_free = torch.cuda.current_stream(self.pages.device).record_event()
+        pages_free = self.now() if after is None else after
         token_bytes = self.pages.layout.token_bytes * self.pages.num_layers
         feed = Feed(cut(chunks, token_bytes), partial(self._feed_slice, pages_free), self._behind_feeds)
         self._feeder.start(feed)

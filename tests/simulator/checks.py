@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from vllm.v1.request import Request
 
+from kvcache.integration.vllm.metadata import ReqMeta
+from kvcache.integration.vllm.worker import WorkerSide
 from kvcache.memory.objects import MemoryObj
 from kvcache.stats import SchedulerStats
 from kvcache.storage.tiers.cpu import CpuTier
@@ -76,9 +78,19 @@ class Checks:
             if worker._worker is not None:
                 storage = worker._worker.engine.storage
                 self._watch_tier(rank, storage.cpu)
+                self._watch_ahead(worker._worker)
                 if self.shape.named_by(rank) != rank:
                     for lane in storage.lanes:
                         lane.put = self._nobody_writes  # type: ignore[method-assign]
+
+    def _watch_ahead(self, side: WorkerSide) -> None:
+        load_ahead = side.load_ahead
+
+        def watched(session: str, step: int, request: ReqMeta) -> None:
+            load_ahead(session, step, request)
+            self.seen["loads ahead"] += request.lookup_id in side._ahead
+
+        side.load_ahead = watched  # type: ignore[method-assign]
 
     def _nobody_writes(self, objects: Sequence[Any]) -> Any:
         raise Broken(f"{len(objects)} objects are written below that the stage's first rank writes")
@@ -178,6 +190,7 @@ class Checks:
             )
             left[f"leases of rank {rank}"] = stats.leases
             left[f"copies of rank {rank}"] = worker.engine._loads + worker.engine._stores
+            left[f"loads ahead on rank {rank}"] = worker._ahead
             left[f"held on rank {rank}"] = worker._held | set(+worker._stores_of)
             allocator = worker.engine.storage.cpu._allocator
             left[f"lost memory of rank {rank}"] = allocator.num_objects - stats.objects

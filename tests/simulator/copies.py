@@ -166,7 +166,7 @@ class SimulatedTransfer(PageTransfer):
             [partial(carry_out, layer) for layer in range(self.pages.num_layers)]
         )
 
-    def feed(self, chunks: Chunks) -> Feed:
+    def feed(self, chunks: Chunks, after: Any = None) -> Feed:
         host, streams = super().load, self.streams
         if streams is None:
             return super().feed(chunks)

@@ -236,6 +236,27 @@ def _failed_loads_go_on_beside_their_pages_next_owners(patch: pytest.MonkeyPatch
     patch.setattr(LMCacheEngine, "order_layers", _nothing)
 
 
+def _abandoned_loads_go_on_beside_what_is_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LMCacheEngine, "order_layers", _nothing)
+
+
+def _last_copies_of_loads_beside_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LMCacheEngine, "order_ready", _nothing)
+
+
+def _loads_start_before_the_step_before_theirs(patch: pytest.MonkeyPatch) -> None:
+    load_ahead = WorkerSide.load_ahead
+
+    def at_once(self: WorkerSide, session: str, step: int, request: Any) -> None:
+        load_ahead(self, session, 1 + (self._begun or (0,))[0], request)
+
+    patch.setattr(WorkerSide, "load_ahead", at_once)
+
+
+def _loads_start_beside_stores_from_their_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LMCacheEngine, "stores_run", lambda self: False)
+
+
 SLOW = replace(BUSY, below=(("Through", True), ("Back", False)))
 ASYNC = replace(BUSY, extra=(("async_loading", "Always"),))
 MUTATIONS = [
@@ -265,6 +286,10 @@ MUTATIONS = [
     Mutation(
         _failed_loads_go_on_beside_their_pages_next_owners, replace(BUSY, layers=(5,)), Faults(hooks=0.3)
     ),
+    Mutation(_abandoned_loads_go_on_beside_what_is_computed, replace(BUSY, layers=(5,)), Faults(plan=0.3)),
+    Mutation(_last_copies_of_loads_beside_are_not_waited_for, ASYNC),
+    Mutation(_loads_start_before_the_step_before_theirs, replace(BUSY, depth=2)),
+    Mutation(_loads_start_beside_stores_from_their_pages, replace(BUSY, num_blocks=22)),
     Mutation(_a_load_has_ended_when_it_is_handed_over, ASYNC),
     Mutation(_a_broken_load_has_ended_before_its_copies, ASYNC, Faults(copy=0.2)),
     Mutation(_a_load_counts_as_whole_whatever_was_handed_over, ASYNC, Faults(copy=0.2)),

@@ -23,6 +23,7 @@ from kvcache.engine import EngineCounters
 from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.integration.vllm import ahead
 from kvcache.integration.vllm.administration import Administered, flush_rank
 from kvcache.integration.vllm.copies import Copies
 from kvcache.integration.vllm.events import KVEvents, hash_block_size
@@ -123,6 +124,8 @@ class LMCacheConnectorV1Impl(Administered):
             kind = get_kv_cache_spec_kind(spec).value
             self._events = KVEvents(config.chunk_size, unit, _world_size(self._vllm_config), kind)
             self._scheduler.describe = self._describe
+        if _world_size(self._vllm_config) == 1:
+            self._scheduler.load_ahead = partial(ahead.load_ahead, self._manager.runtime_dir)
         self.reason = ""
 
     def _turn_off(self, error: Exception) -> None:
@@ -189,6 +192,8 @@ class LMCacheConnectorV1Impl(Administered):
             layers,
             stores_by_layer=config.use_layerwise,
         )
+        if _world_size(self._vllm_config) == 1:
+            ahead.announce(manager.runtime_dir, self._worker)
         self.reason = ""
 
     @guarded(lambda: None)

@@ -96,6 +96,8 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
 
     lookup_session: str
     """The session of the scheduler's lookups: the ranks hold their leases under it."""
+    step: int = 0
+    """Counts the scheduler's steps, from 1 on."""
     requests: list[ReqMeta] = field(default_factory=list)
     lookup_requests_in_step: list[str] = field(default_factory=list)
     """Lookups whose leases end with this step although nothing is loaded for them."""

@@ -92,6 +92,9 @@ class SchedulerSide:
         self.counters = TokenCounters()
         self.describe: Callable[[Request, int, int, bytes], None] = lambda request, first, last, digests: None
         """Called with chunks that are looked up or stored: tokens `[first, last)` and their digests."""
+        self._planned_steps = 0
+        self.load_ahead: Callable[[str, int, ReqMeta], None] = lambda session, step, request: None
+        """Called with each load that its step will wait for, the step's number and the lookups' session."""
         self._first_tokens = FirstTokens()
         self._lookups = Lookups(
             lookup_client, config.chunk_size, config.lease_timeout_s, self._seconds_per_token, clock
@@ -162,11 +165,14 @@ class SchedulerSide:
             tracker.local_tokens = None
             if tracker.own_tokens is None:
                 tracker.own_tokens = spec.vllm_cached_tokens
+            tracker.block_ids = list(block_ids)
             if spec.load_async:
-                tracker.block_ids = list(block_ids)
                 self._async_loads.append(tracker.req_id)
-            else:
-                tracker.loading = spec.lookup_id
+                return
+            tracker.loading = spec.lookup_id
+            if tracker.chain is not None:
+                window = self._windows.to_load(tracker, tracker.chain, spec)
+                self.load_ahead(self._lookup_client.session, self._planned_steps + 1, window)
 
     def hit_tiers(self, req_id: str, num_external_tokens: int) -> Counter[str]:
         """The tiers that give the tokens which vLLM was just promised."""
@@ -209,8 +215,10 @@ class SchedulerSide:
     def build_connector_meta(self, output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the workers load and store in this step."""
         preempted = getattr(output, "preempted_req_ids", None) or ()
+        self._planned_steps += 1
         metadata = LMCacheConnectorMetadata(
             self._lookup_client.session,
+            self._planned_steps,
             lookup_requests_in_step=self._unused_lookups,
             others_loads=self._others_loads,
             held_requests=self._held,
@@ -245,6 +253,7 @@ class SchedulerSide:
         """Stands in for a step that could not be planned."""
         metadata = LMCacheConnectorMetadata(
             self._lookup_client.session,
+            self._planned_steps,
             lookup_requests_in_step=self._unused_lookups + self._promised.lookup_ids(),
             others_loads=self._others_loads,
             held_requests=self._held,

@@ -8,8 +8,10 @@ it; an error while one request is served leaves the others alone.
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,15 @@ from kvcache.integration.vllm.metadata import (
 from kvcache.lookup.wire import lease_owner
 from kvcache.plans import Loaded
 from kvcache.stats import RankStats, WayStats
+
+
+@dataclass
+class _Ahead:
+    """A load that started before its step."""
+
+    request: ReqMeta
+    there: torch.Tensor | None
+    """bool [tokens of the window]: what is on its way; None where the load failed."""
 
 
 class WorkerSide:
@@ -67,17 +78,48 @@ class WorkerSide:
         self._hooks = LayerHooks(layers)
         self._followed: list[Callable[[bool], None]] = []
         """Loads that this forward follows layer by layer: called with whether it waited for every layer."""
+        self._ahead: dict[str, _Ahead] = {}
+        """Loads of the step that comes next, by lookup."""
+        self._begun: tuple[int, int, torch.cuda.Stream | None] | None = None
+        """Number, thread and stream of the last step."""
+        self._before_step: torch.cuda.Event | None = None
         self._layer_stores = LayerwiseStores(len(layers), caught) if stores_by_layer else None
         self._storing = False
 
     def begin_step(self, metadata: LMCacheConnectorMetadata) -> None:
-        """Takes note of finished requests whose blocks vLLM keeps for their stores."""
+        """Takes note of finished requests whose blocks vLLM keeps for their stores. What the step reads or
+        writes comes behind all loads that vLLM was told are there, or that it knows nothing of."""
         self._held.update(metadata.held_requests)
+        self._begun = metadata.step, *self._here()
+        self.engine.order_ready()
+        named = {request.lookup_id: request for request in metadata.requests if request.load_spec is not None}
+        if named:
+            # vLLM 0.32 starts asynchronous loads after it launched the forward; they need not wait for that.
+            self._before_step = self.engine.gpu_connector.transfer.now()
+        planned = {key: load for key, load in self._ahead.items() if named.get(key) == load.request}
+        if len(planned) < len(self._ahead):
+            # Planning them failed later, or their step: their pages are computed.
+            self.engine.order_layers()
+        self._ahead = planned
 
     def handle_preemptions(self) -> None:
         """Blocks were taken from requests: what the model writes from now on waits for the stores that
         read."""
         self.engine.order_after_stores()
+
+    def load_ahead(self, session: str, step: int, request: ReqMeta) -> None:
+        """Starts a load of the step that is being planned, behind all that the model's stream was given
+        (`kvcache.integration.vllm.ahead`). Its metadata may do without it after all.
+
+        Does nothing where the step before was not given to that stream yet, by this thread; and while stores
+        run: a request of theirs may have been preempted, which the step's metadata says first.
+        """
+        spec = request.load_spec
+        if spec is None or self._begun != (step - 1, *self._here()) or self.engine.stores_run():
+            return
+        self.engine.order_ready()
+        there = self._retrieve(request, spec, lease_owner(session, spec.lookup_id), by_layer=True)
+        self._ahead[spec.lookup_id] = _Ahead(request, there)
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata, *, forward: Hashable | None = None) -> None:
         """Loads what requests were promised; on a GPU ordered before the kernels of the model that read it,
@@ -162,42 +204,67 @@ class WorkerSide:
         )
 
     def _load(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
+        if spec.load_async:
+            self._load_beside(request, spec, owner)
+            return
+        by_layer = self._hooks.count_on()
+        ahead = self._ahead.pop(spec.lookup_id, None)
+        if ahead is None:
+            there = self._retrieve(request, spec, owner, by_layer=by_layer)
+        else:
+            there = ahead.there
+            if not by_layer:
+                self.engine.order_layers()
+        check = partial(self._check_load, request, spec)
+        if by_layer:
+            self._followed.append(lambda complete: check(there if complete else None))
+        else:
+            check(there)
+
+    def _load_beside(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
+        on_ready = partial(self._ready_beside, request, spec)
+        try:
+            self.engine.retrieve_beside(
+                **self._window(request, spec, owner), on_ready=on_ready, after=self._before_step
+            )
+        except Exception as error:
+            nothing = torch.zeros(request.num_tokens - request.first_token, dtype=torch.bool)
+            on_ready(Loaded(nothing, error=error))
+
+    def _retrieve(
+        self, request: ReqMeta, spec: LoadSpec, owner: str, *, by_layer: bool
+    ) -> torch.Tensor | None:
+        """bool [tokens of the window]: what is on its way; None after an error."""
+        try:
+            return self.engine.retrieve(**self._window(request, spec, owner), by_layer=by_layer)
+        except Exception as error:
+            self._caught("retrieve", error)
+            return None
+
+    def _window(self, request: ReqMeta, spec: LoadSpec, owner: str) -> dict[str, Any]:
+        """What the engine's loads of this window are called with."""
         slots = request.slot_mapping(self._block_size)
         # Window positions. vLLM's own pages stay untouched. On the CPU a page is loaded whole, also where its
         # last token is left to compute: its bytes are ordered so that no part of it is some tokens' KV. On a
         # GPU that token is left alone: vLLM writes it before it waits for the layer.
-        first, last = (
-            tokens - request.first_token for tokens in (spec.vllm_cached_tokens, spec.lmcache_cached_tokens)
-        )
+        first, last = _bounds(request, spec)
         whole_pages = self.engine.gpu_connector.path == "host"
         end = -(-last // self._block_size) * self._block_size if whole_pages else last
         slots[:first] = slots[end:] = -1
         wanted = torch.ones(len(slots), dtype=torch.bool)
         wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
-        check = partial(self._check_load, request, first, last)
-        window: dict[str, Any] = {
+        return {
             "mask": wanted,
             "slot_mapping": slots,
             "digests": request.digests,
             "lookup_id": owner,
             "on_loaded": self._count_load,
         }
-        if spec.load_async:
-            window["on_loaded"] = partial(self._ended_beside, request.req_id, check)
-            try:
-                self.engine.retrieve_beside(**window)
-            except Exception as error:
-                window["on_loaded"](Loaded(torch.zeros_like(wanted), error=error))
-            return
-        there, by_layer = None, self._hooks.count_on()
-        try:
-            there = self.engine.retrieve(**window, by_layer=by_layer)
-        except Exception as error:
-            self._caught("retrieve", error)
-        if by_layer:
-            self._followed.append(lambda complete: check(there if complete else None))
-        else:
-            check(there)
+
+    def _here(self) -> tuple[int, torch.cuda.Stream | None]:
+        """This thread, and the stream that what it launches is given to."""
+        device = self.engine.gpu_connector.transfer.pages.device
+        return threading.get_ident(), None if device < 0 else torch.cuda.current_stream(device)
 
     def _end_followed(self, *, complete: bool) -> None:
         """Of a forward that did not wait for every layer nobody knows what it read: its loads have failed."""
@@ -210,12 +277,13 @@ class WorkerSide:
 
     def drop_followed(self) -> None:
         """The loads of this step are reported as failed by the caller."""
-        if self._followed:
+        if self._followed or self._ahead:
             self.engine.order_layers()
-        self._followed = []
+        self._followed, self._ahead = [], {}
 
-    def _check_load(self, request: ReqMeta, first: int, last: int, there: torch.Tensor | None) -> None:
-        """Reports what of the window's `[first, last)` did not come; `there` None stands for all of it."""
+    def _check_load(self, request: ReqMeta, spec: LoadSpec, there: torch.Tensor | None) -> None:
+        """Reports what of the window's promised tokens did not come; `there` None stands for all of them."""
+        first, last = _bounds(request, spec)
         loaded = first
         if there is not None:
             missing = (~there[first:last]).nonzero()
@@ -229,15 +297,13 @@ class WorkerSide:
         self._report.worker.load_bytes += loaded.num_bytes
         self._report.worker.load_seconds += loaded.seconds
 
-    def _ended_beside(
-        self, req_id: str, check: Callable[[torch.Tensor | None], None], loaded: Loaded
-    ) -> None:
-        """The request that waited outside of the batch may go on. In one report with what did not come."""
-        self._count_load(loaded)
+    def _ready_beside(self, request: ReqMeta, spec: LoadSpec, loaded: Loaded) -> None:
+        """The request that waited outside of the batch may go on: it takes vLLM a step or two to have it in
+        one, and the last copies are made by then. In one report with what did not come."""
         if loaded.error is not None:
             self._caught("retrieve", loaded.error)
-        check(loaded.there)
-        self._report.finished_recving.add(req_id)
+        self._check_load(request, spec, loaded.there)
+        self._report.finished_recving.add(request.req_id)
 
     def record_failed_blocks(self, request: ReqMeta, tokens: int, first_missing: int) -> None:
         """Reports the blocks of the promised tokens from window position `first_missing` on."""
@@ -274,6 +340,11 @@ class WorkerSide:
         self._stores_of[req_id] -= 1
         if not self._stores_of[req_id]:
             del self._stores_of[req_id]
+
+
+def _bounds(request: ReqMeta, spec: LoadSpec) -> tuple[int, int]:
+    """Window positions of the first promised token, and behind the last."""
+    return spec.vllm_cached_tokens - request.first_token, spec.lmcache_cached_tokens - request.first_token
 
 
 def _way_stats(direction: str, way: TransferWay) -> WayStats:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that start while vLLM still plans their step, in the process of scheduler and worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache.integration.vllm import ahead
+from kvcache.integration.vllm.worker import WorkerSide
+from tests.integration.vllm.conftest import MakePrompt, StartEngine
+from tests.integration.vllm.engines import CHUNK, Engine, Reference
+
+
+def _worker(engine: Engine) -> WorkerSide:
+    side = engine.worker._worker
+    assert side is not None
+    return side
+
+
+def _watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to a hit, in order."""
+    side, seen = _worker(engine), list[str]()
+    retrieve, begin_step = side.engine.retrieve, side.begin_step
+
+    def watched_retrieve(*arguments: Any, **more: Any) -> Any:
+        seen.append("load")
+        return retrieve(*arguments, **more)
+
+    def watched_begin(metadata: Any) -> None:
+        if any(request.load_spec is not None for request in metadata.requests):
+            seen.append("step")
+        begin_step(metadata)
+
+    monkeypatch.setattr(side.engine, "retrieve", watched_retrieve)
+    monkeypatch.setattr(side, "begin_step", watched_begin)
+    return seen
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("moved_on", [False, True], ids=["in one thread", "elsewhere"])
+def test_a_load_starts_before_its_step_where_the_rank_can_be_called(
+    start_engine: StartEngine,
+    reference: Reference,
+    make_prompt: MakePrompt,
+    monkeypatch: pytest.MonkeyPatch,
+    moved_on: bool,
+) -> None:
+    prompt = make_prompt(4 * CHUNK + 5)
+    answer = reference(prompt)
+    engine = start_engine({"async_loading": "Never"})
+    assert engine.answer(prompt).tokens == answer
+    engine.forget_gpu()
+    seen = _watch(engine, monkeypatch)
+    if moved_on:
+        # As if the model ran on another thread than the one that plans.
+        monkeypatch.setattr(
+            "kvcache.integration.vllm.worker.threading.get_ident", iter(range(10**6)).__next__
+        )
+    again = engine.answer(prompt)
+    assert (again.tokens, again.cached_tokens) == (answer, 4 * CHUNK)
+    assert seen == (["step", "load"] if moved_on else ["load", "step"])
+    engine.check_clean()
+
+
+@pytest.mark.vllm
+def test_a_load_whose_step_does_without_it_is_computed(
+    start_engine: StartEngine, reference: Reference, make_prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(4 * CHUNK + 5)
+    answer = reference(prompt)
+    engine = start_engine({"async_loading": "Never"})
+    assert engine.answer(prompt).tokens == answer
+    engine.forget_gpu()
+    seen = _watch(engine, monkeypatch)
+    scheduler, side = engine.scheduler._scheduler, _worker(engine)
+    assert scheduler is not None
+    ordered: list[int] = []
+    monkeypatch.setattr(side.engine, "order_layer", ordered.append)
+    begin_step, fails = scheduler._begin_step, iter([True])
+
+    def fail_once(*arguments: Any) -> None:
+        if next(fails, False):
+            raise RuntimeError("no plan")
+        begin_step(*arguments)
+
+    monkeypatch.setattr(scheduler, "_begin_step", fail_once)
+    assert engine.answer(prompt).tokens == answer
+    assert ordered == list(range(side.engine.gpu_connector.num_layers)), "before the pages are computed"
+    assert seen == ["load"]
+    assert side._ahead == {}
+    assert engine.scheduler_stats.failures == {"RuntimeError": 1}
+    engine.check_clean(failures=True)
+
+
+def test_nobody_is_called_in_another_process_or_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    class Rank:
+        calls = 0
+
+        def load_ahead(self, session: str, step: int, request: Any) -> None:
+            self.calls += 1
+
+    rank, request = Rank(), Any
+    ahead.announce(tmp_path, rank)
+    ahead.load_ahead(tmp_path, "session", 1, request)  # type: ignore[arg-type]
+    assert rank.calls == 1
+    ahead.load_ahead(tmp_path / "other", "session", 1, request)  # type: ignore[arg-type]
+    monkeypatch.setattr("kvcache.integration.vllm.ahead.os.getpid", lambda: 1)
+    ahead.load_ahead(tmp_path, "session", 1, request)  # type: ignore[arg-type]
+    assert rank.calls == 1
