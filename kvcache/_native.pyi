@@ -267,15 +267,14 @@ def strided_dma_transfer(
 class StagingRing:
     """Slots in device memory through which one direction's copies go. Thread-safe.
 
-    Device -1: in host memory, and copies are done on return. `pause_us`: after each slot of a load
-    the copy engine is left free for so many microseconds.
+    Device -1: in host memory, and copies are done on return.
 
     Raises:
-        ValueError: a size or number of slots below 1, a pause below 0.
+        ValueError: a size or number of slots below 1.
         RuntimeError: CUDA's reason, such as no memory.
     """
 
-    def __init__(self, device: int, slot_bytes: int, num_slots: int, *, pause_us: int = 0) -> None: ...
+    def __init__(self, device: int, slot_bytes: int, num_slots: int) -> None: ...
     def transfer(
         self,
         pages: Pages,

@@ -260,8 +260,8 @@ class LMCacheEngine:
 
         Args:
             after: on a GPU they start behind it; None for what the model's stream was given before the call.
-            on_ready: called once with what is in the pages, or will be after copies that are queued by now:
-                `order_ready` comes before whatever reads or writes them.
+            on_ready: called once, with what is in the pages behind `Loaded.copies`. These are queued by now:
+                whoever reads or writes the pages orders the model's stream behind them first.
         """
         plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
         copy = partial(self.gpu_connector.feed_to_gpu, after=after)
@@ -319,7 +319,6 @@ class LMCacheEngine:
         """
         for load in self._loads:
             if load.on_ready is not None and load.completion.queued():
-                load.ready = True
                 self._follow(load, self._tell_ready)
         for load in _take_done(self._loads):
             self._follow(load, self._finish_load)
@@ -343,13 +342,6 @@ class LMCacheEngine:
         pages."""
         for copies in self._stores:
             copies.completion.order_current_stream()
-
-    def order_ready(self) -> None:
-        """Whatever the model's stream is given from now on sees the pages of loads that `on_ready` was called
-        of."""
-        for copies in self._loads:
-            if copies.ready:
-                copies.completion.order_current_stream()
 
     def order_layer(self, layer: int) -> None:
         """Whatever the model's stream is given from now on sees this layer of what is loaded by layer."""
@@ -410,7 +402,7 @@ class LMCacheEngine:
     def _tell_ready(self, copies: LoadCopies) -> None:
         on_ready, copies.on_ready = copies.on_ready, None
         if on_ready is not None:
-            on_ready(Loaded(copies.plan.mask(copies.num_tokens)))
+            on_ready(Loaded(copies.plan.mask(copies.num_tokens), copies=copies.completion))
 
     def _finish_load(self, copies: LoadCopies) -> None:
         plan, error = copies.plan, copies.completion.error

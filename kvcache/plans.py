@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.memory.objects import MemoryObj
 from kvcache.storage.lane import Lane
 from kvcache.tokens.database import Chunk
@@ -18,14 +18,15 @@ from kvcache.tokens.keys import CacheEngineKey
 
 @dataclass(frozen=True)
 class Loaded:
-    """A load that has ended."""
+    """A load that has ended, or of which all copies are queued."""
 
     there: torch.Tensor
-    """bool [tokens]: what was wanted and is in the pages."""
+    """bool [tokens]: what was wanted and is in the pages, behind the copies that still run."""
     num_bytes: int = 0
     seconds: float = 0.0
     error: Exception | None = None
     """Why not all copies were made."""
+    copies: Completion = field(default_factory=Completed)
 
 
 OnLoaded = Callable[[Loaded], None]
@@ -56,8 +57,6 @@ class LoadCopies:
     """Among the loaded tokens."""
     on_ready: OnLoaded | None = None
     """Called once all copies are queued, or have ended; None once that is done."""
-    ready: bool = False
-    """It was called, and the copies may still run."""
 
 
 @dataclass

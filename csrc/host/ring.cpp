@@ -46,7 +46,7 @@ class HostRing final : public StagingRing {
 
 }  // namespace
 
-std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots, int pause_us) {
+std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots) {
     if (slot_bytes == 0 || num_slots < 1)
         throw std::invalid_argument("a ring of " + std::to_string(num_slots) + " slots of " +
                                     std::to_string(slot_bytes) + " bytes; both must be above 0");
@@ -54,10 +54,7 @@ std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_sl
         throw std::invalid_argument("a ring of " + std::to_string(num_slots) + " slots of " +
                                     std::to_string(slot_bytes) + " bytes; less than 2^63 bytes are accepted");
     slot_bytes = (slot_bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
-    if (pause_us < 0)
-        throw std::invalid_argument("a pause of " + std::to_string(pause_us) +
-                                    " us; 0 and more are accepted");
-    if (device >= 0) return make_cuda_ring(device, slot_bytes, num_slots, pause_us);
+    if (device >= 0) return make_cuda_ring(device, slot_bytes, num_slots);
     return std::make_unique<HostRing>(slot_bytes, static_cast<size_t>(num_slots));
 }
 

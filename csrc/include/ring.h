@@ -16,20 +16,19 @@ class StagingRing {
   public:
     virtual ~StagingRing() = default;
     // Queues a checked batch. Kernels run on `stream` with `blocks` thread blocks; the DMAs run on the ring's
-    // own stream: those of a load do not wait for what is on `stream`, those of a store may end after it (see
-    // record).
+    // own streams: those of a load do not wait for what is on `stream`, those of a store may end after it
+    // (see record).
     virtual void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) = 0;
     // Records an event (a cudaEvent_t) behind all DMAs queued so far. No stream waits: the kernels of the
     // next store run beside the DMAs of this one.
     virtual void record(uint64_t event) = 0;
 };
 
-// `pause_us`: after each slot of a load the copy engine is left free for so many microseconds (0: no pause).
-// Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0
-// and a pause below, and std::runtime_error where memory cannot be had.
-std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots, int pause_us);
+// Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0, and
+// std::runtime_error where memory cannot be had.
+std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots);
 
 // For make_ring.
-std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots, int pause_us);
+std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots);
 
 }  // namespace kvcache

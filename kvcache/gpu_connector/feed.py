@@ -26,7 +26,10 @@ SLICE_BYTES = 64 << 20
 """All slots of a staging ring: 1.2 ms of a PCIe 5 x16 link, and some 0.1 ms to hand over."""
 SLICES_IN_FLIGHT = 4
 """Not done yet: so much that the link does not run dry while the thread waits for its turn (5 ms), so little
-that their operations are a tenth of what a stream takes, and that another load comes after 5 ms at most."""
+that their operations are a tenth of what a stream takes."""
+LAST_SLICES = 8
+"""Of a load, so many more may be under way: 10 ms, in which vLLM takes the request of a load whose copies are
+all queued into a batch."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -53,6 +56,11 @@ class Feed(Completion):
         self._ended = threading.Event()
         if not self._slices:
             self._ended.set()
+
+    @property
+    def slices_left(self) -> int:
+        """Not handed over yet."""
+        return len(self._slices)
 
     def advance(self) -> Completion | None:
         """Hands the next slice over; None when there is none, or none any more after an error. One thread."""
@@ -133,7 +141,8 @@ class Feeder:
     def _feed(self, feed: Feed, in_flight: deque[Completion]) -> None:
         while not self._closed and (part := feed.advance()) is not None:
             in_flight.append(part)
-            if len(in_flight) >= SLICES_IN_FLIGHT:
+            most = SLICES_IN_FLIGHT + (LAST_SLICES if feed.slices_left <= LAST_SLICES else 0)
+            while len(in_flight) >= most:
                 in_flight.popleft().wait()
         if self._closed:
             feed.stop(RuntimeError("the engine is closing"))

@@ -32,31 +32,26 @@ _HIGH_PRIORITY = -1
 RING_SLOT_BYTES = 16 << 20
 """Large enough that a DMA's start costs nothing, small enough that the ring fills fast."""
 RING_SLOTS = 4
-_PAUSE_US = 20
-"""After each slot of a load beside the model, a fifteenth of its time. The copy engine goes on with one
-stream's copies until that stream must wait, and the inputs of the model's next step wait behind them:
-without pauses, requests that decode stood still for 65 to 80 ms of a load of 4 GiB; some 7 us are too short
-(H200)."""
 GROUP_LAYERS = 4
 """Of a load by layer at least so many come at once: a chunk's piece then costs the link nothing (4 MiB of 256
 tokens of an 8B model), and the model runs just behind the copies."""
-_GROUP_BYTES = 64 << 20
-"""And so much, 1.2 ms of the link: in a short load fewer groups are to be handed over and waited for."""
+_GROUP_BYTES = 256 << 20
+"""And so much, 5 ms of the link, which the model's start takes anyway: in a short load fewer groups are to be
+handed over and waited for."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
 
 
 class _Lane:
-    """Where copies of one kind queue: a stream, and a staging ring with a stream for its DMAs.
+    """Where copies of one kind queue: a stream, and a staging ring with streams for its DMAs.
 
     Args:
         device: CUDA's number of it, -1 for host memory.
         slot_bytes: of the ring's `RING_SLOTS` slots, in device memory; on the CPU made when first asked for.
-        pause_us: the ring's.
     """
 
-    def __init__(self, device: int, slot_bytes: int, pause_us: int = 0) -> None:
-        self._make_ring = partial(_native.StagingRing, device, slot_bytes, RING_SLOTS, pause_us=pause_us)
+    def __init__(self, device: int, slot_bytes: int) -> None:
+        self._make_ring = partial(_native.StagingRing, device, slot_bytes, RING_SLOTS)
         self._ring: _native.StagingRing | None = None
         self.stream: torch.cuda.Stream | None = None
         if device >= 0:
@@ -96,7 +91,7 @@ class PageTransfer:
         # One a kind, so that a load queues neither behind a store nor behind a long load beside the model.
         self._stores = _Lane(pages.device, ring_slot_bytes)
         self._loads = _Lane(pages.device, ring_slot_bytes)
-        self._quiet_loads = _Lane(pages.device, ring_slot_bytes, _PAUSE_US)
+        self._quiet_loads = _Lane(pages.device, ring_slot_bytes)
         way = TransferWay(Way.HOST) if pages.device < 0 else TransferWay(Way.STAGED, blocks=_BLOCKS)
         self.store_way = self.load_way = self.quiet_load_way = way
 

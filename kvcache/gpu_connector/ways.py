@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvcache.gpu_connector.feed import SLICES_IN_FLIGHT
+from kvcache.gpu_connector.feed import LAST_SLICES, SLICES_IN_FLIGHT
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.transfer import GROUP_LAYERS, Chunks, PageTransfer, TransferWay, Way
 
@@ -63,7 +63,7 @@ def choose_ways(transfer: PageTransfer) -> None:
     transfer.quiet_load_way = _best(quiet, _GOOD_ENOUGH)
     # So many loads at once, slices or groups of layers, take their tables from memory that is page-locked
     # now, not while requests decode.
-    at_once = max(SLICES_IN_FLIGHT + 1, -(-transfer.pages.num_layers // GROUP_LAYERS))
+    at_once = max(SLICES_IN_FLIGHT + LAST_SLICES, -(-transfer.pages.num_layers // GROUP_LAYERS))
     slices = [transfer.load(chunks, way=transfer.quiet_load_way) for _ in range(at_once)]
     for load in slices:
         load.wait()

@@ -475,6 +475,19 @@ def check_stream_order(small: bool = False) -> None:
             found = float(tensor.double().sum())
             assert abs(found / expected - 1) < 1e-3, f"a fed load ended before its pages were filled: {way}"
 
+        memory.fill_(turn + 220)
+        for tensor in tensors:
+            tensor.fill_(7)
+        feed = transfer.feed(chunks)
+        while not feed.queued():
+            assert feed.error is None, f"{feed.error}"
+        feed.order_current_stream()
+        after = [tensor.double().sum() for tensor in tensors]
+        for later in after:
+            expected = 7.0 * (per_layer - moved) + float(turn + 220) * moved
+            assert abs(float(later) / expected - 1) < 1e-3, f"a kernel came before a queued load's end: {way}"
+        assert feed.wait(30)
+
 
 def check_pinning_beside_a_capture(small: bool = False) -> None:
     """Page-locking in the background neither breaks the capture of a graph nor is it broken by it."""

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.gpu_connector import transfer
-from kvcache.gpu_connector.feed import SLICES_IN_FLIGHT, Feed, Feeder, cut
+from kvcache.gpu_connector.feed import LAST_SLICES, SLICES_IN_FLIGHT, Feed, Feeder, cut
 from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.gpu_connector.transfer import Chunks
@@ -92,21 +92,24 @@ def test_slices_are_whole_chunks_in_order(lengths: list[int], token_bytes: int, 
 
 def test_starting_a_load_does_not_wait_and_few_slices_are_under_way() -> None:
     device, feeder = Device(), Feeder()
-    first, second = device.feed(9), device.feed(4)
+    last = LAST_SLICES + SLICES_IN_FLIGHT
+    first, second = device.feed(last + 3), device.feed(4)
     feeder.start(first)
     feeder.start(second)
     # Both calls have come back, and not one slice could be handed over yet.
     assert (device.handed_over, first.done()) == ([], False)
     device.may_hand_over.set()
-    for ended in range(13):
-        _until(lambda ended=ended: len(device.copies) == min(13, ended + SLICES_IN_FLIGHT))  # type: ignore[misc]
-        assert (first.done(), second.done()) == (ended >= 9, False)
+    for ended in range(last + 7):
+        # The first load's last slices do not wait until few are under way.
+        most = SLICES_IN_FLIGHT if ended < 3 else last
+        _until(lambda most=most, ended=ended: len(device.copies) == min(last + 7, ended + most))  # type: ignore[misc]
+        assert (first.queued(), first.done(), second.done()) == (ended >= 3, ended >= last + 3, False)
         device.copies[ended].set()
     assert second.wait(WAIT_S)
     assert first.done()
-    assert device.handed_over == [*range(9), *range(4)]
-    assert device.most_in_flight == SLICES_IN_FLIGHT
-    assert (first.error, first.moved(9), second.moved(4)) == (None, 9, 4)
+    assert device.handed_over == [*range(last + 3), *range(4)]
+    assert device.most_in_flight == last
+    assert (first.error, first.moved(last + 3), second.moved(4)) == (None, last + 3, 4)
     feeder.close()
 
 
@@ -133,7 +136,8 @@ def test_a_load_of_which_a_slice_fails_ends_when_nothing_of_it_runs_any_more() -
 def test_closing_ends_what_is_not_handed_over() -> None:
     device, feeder = Device(), Feeder()
     device.may_hand_over.set()
-    running, waiting, late = device.feed(9), device.feed(3), device.feed(2)
+    slices = LAST_SLICES + SLICES_IN_FLIGHT + 1
+    running, waiting, late = device.feed(slices), device.feed(3), device.feed(2)
     feeder.start(running)
     feeder.start(waiting)
     _until(lambda: len(device.copies) == SLICES_IN_FLIGHT)
@@ -147,7 +151,7 @@ def test_closing_ends_what_is_not_handed_over() -> None:
     assert all(feed.wait(WAIT_S) for feed in (running, waiting, late))
     assert all(feed.error is not None for feed in (running, waiting, late))
     assert (waiting.moved(3), late.moved(2)) == (0, 0)
-    assert running.moved(9) == len(device.handed_over)
+    assert running.moved(slices) == len(device.handed_over)
     feeder.close()
 
 

@@ -241,7 +241,7 @@ def _abandoned_loads_go_on_beside_what_is_computed(patch: pytest.MonkeyPatch) ->
 
 
 def _last_copies_of_loads_beside_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LMCacheEngine, "order_ready", _nothing)
+    patch.setattr(WorkerSide, "_order_joining", _nothing)
 
 
 def _loads_start_before_the_step_before_theirs(patch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,8 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     """The session of the scheduler's lookups: the ranks hold their leases under it."""
     step: int = 0
     """Counts the scheduler's steps, from 1 on."""
+    heard: int = 0
+    """The last step of which the scheduler has heard that an asynchronous load is ready."""
     requests: list[ReqMeta] = field(default_factory=list)
     lookup_requests_in_step: list[str] = field(default_factory=list)
     """Lookups whose leases end with this step although nothing is loaded for them."""
@@ -124,6 +126,8 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     """Lookup to tokens that were promised and did not come: 0 where all is well."""
     others_loads: set[str] = field(default_factory=set)
     """Of other connectors, that were in the steps reported here."""
+    ready_in_step: int = 0
+    """The step in which it was said last that an asynchronous load is ready."""
     load_bytes: int = 0
     load_seconds: float = 0.0
     """What finished loads moved, and how long they took."""
@@ -143,6 +147,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
             saves,
             finished,
             self.others_loads | other.others_loads,
+            max(self.ready_in_step, other.ready_in_step),
             self.load_bytes + other.load_bytes,
             self.load_seconds + other.load_seconds,
             self.changes + other.changes,

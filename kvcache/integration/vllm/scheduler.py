@@ -93,6 +93,7 @@ class SchedulerSide:
         self.describe: Callable[[Request, int, int, bytes], None] = lambda request, first, last, digests: None
         """Called with chunks that are looked up or stored: tokens `[first, last)` and their digests."""
         self._planned_steps = 0
+        self._heard = 0
         self.load_ahead: Callable[[str, int, ReqMeta], None] = lambda session, step, request: None
         """Called with each load that its step will wait for, the step's number and the lookups' session."""
         self._first_tokens = FirstTokens()
@@ -219,6 +220,7 @@ class SchedulerSide:
         metadata = LMCacheConnectorMetadata(
             self._lookup_client.session,
             self._planned_steps,
+            self._heard,
             lookup_requests_in_step=self._unused_lookups,
             others_loads=self._others_loads,
             held_requests=self._held,
@@ -254,6 +256,7 @@ class SchedulerSide:
         metadata = LMCacheConnectorMetadata(
             self._lookup_client.session,
             self._planned_steps,
+            self._heard,
             lookup_requests_in_step=self._unused_lookups + self._promised.lookup_ids(),
             others_loads=self._others_loads,
             held_requests=self._held,
@@ -297,6 +300,7 @@ class SchedulerSide:
     ) -> None:
         """What the workers acknowledged and what failed to load, on our side or another connector's."""
         self._copies.observe(report.load_bytes, report.load_seconds)
+        self._heard = max(self._heard, report.ready_in_step)
         if invalid_blocks or any(report.finished_loads.values()):
             self._batches.wake_all()
         for lookup_id in report.others_loads:

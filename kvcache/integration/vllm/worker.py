@@ -19,6 +19,7 @@ import torch
 
 from kvcache.control.rank import RankControl
 from kvcache.engine import LMCacheEngine
+from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.transfer import TransferWay
 from kvcache.integration.vllm.layerwise import LayerHooks, LayerwiseStores
 from kvcache.integration.vllm.metadata import (
@@ -83,15 +84,17 @@ class WorkerSide:
         self._begun: tuple[int, int, torch.cuda.Stream | None] | None = None
         """Number, thread and stream of the last step."""
         self._before_step: torch.cuda.Event | None = None
+        self._joining: list[tuple[int, Completion]] = []
+        """Loads beside the model that were reported in a step and are in the pages behind these copies."""
         self._layer_stores = LayerwiseStores(len(layers), caught) if stores_by_layer else None
         self._storing = False
 
     def begin_step(self, metadata: LMCacheConnectorMetadata) -> None:
         """Takes note of finished requests whose blocks vLLM keeps for their stores. What the step reads or
-        writes comes behind all loads that vLLM was told are there, or that it knows nothing of."""
+        writes comes behind all loads that the scheduler had heard are there, and that its plan left out."""
         self._held.update(metadata.held_requests)
         self._begun = metadata.step, *self._here()
-        self.engine.order_ready()
+        self._order_joining(metadata.heard)
         named = {request.lookup_id: request for request in metadata.requests if request.load_spec is not None}
         if named:
             # vLLM 0.32 starts asynchronous loads after it launched the forward; they need not wait for that.
@@ -117,9 +120,17 @@ class WorkerSide:
         spec = request.load_spec
         if spec is None or self._begun != (step - 1, *self._here()) or self.engine.stores_run():
             return
-        self.engine.order_ready()
+        self._order_joining(step)
         there = self._retrieve(request, spec, lease_owner(session, spec.lookup_id), by_layer=True)
         self._ahead[spec.lookup_id] = _Ahead(request, there)
+
+    def _order_joining(self, heard: int) -> None:
+        """Whatever the model's stream is given from now on sees the loads that were reported until the step
+        `heard`: blocks of others are not used before the scheduler has heard of them."""
+        self._joining = [(step, copies) for step, copies in self._joining if not copies.done()]
+        for step, copies in self._joining:
+            if step <= heard:
+                copies.order_current_stream()
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata, *, forward: Hashable | None = None) -> None:
         """Loads what requests were promised; on a GPU ordered before the kernels of the model that read it,
@@ -304,6 +315,9 @@ class WorkerSide:
             self._caught("retrieve", loaded.error)
         self._check_load(request, spec, loaded.there)
         self._report.finished_recving.add(request.req_id)
+        step = 0 if self._begun is None else self._begun[0]
+        self._report.worker.ready_in_step = step
+        self._joining.append((step, loaded.copies))
 
     def record_failed_blocks(self, request: ReqMeta, tokens: int, first_missing: int) -> None:
         """Reports the blocks of the promised tokens from window position `first_missing` on."""
