@@ -24,23 +24,39 @@ _SETTLE_S = 1.0
 
 
 def ttft(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
-    """Time to first token, cold and as a hit after vLLM forgot the prompt (`gpu-hit`: while it did not)."""
+    """Time to first token, cold and as a hit after vLLM forgot the prompt (`gpu-hit`: while it did not).
+
+    Beside each hit stands one in vLLM's own cache in the same process, before or after it in turns: from
+    process to process that alone differs by half.
+    """
     for _ in range(2):
         engine.run(engine.prompt(min(1000, setup.max_model_len // 4)), 4)
     for tokens in options["tokens"]:
-        cold, hit, equal, cached = [], [], 0, 0
+        cold, hits, owns, equal, cached = [], [], [], 0, 0
         for repetition in range(options["repetitions"] + 1):
             prompt = engine.prompt(tokens)
             cold_s, first, _ = engine.run(prompt)
             time.sleep(_SETTLE_S)
+            own_s = engine.run(prompt)[0]
             if setup.mode not in (GPU_HIT, PLAIN):
                 engine.forget()
             hit_s, again, cached = engine.run(prompt)
+            if repetition % 2:
+                own_s = engine.run(prompt)[0]
             equal += first == again
             if repetition:
                 cold.append(cold_s)
-                hit.append(hit_s)
-        emit(tokens=tokens, cold_ms=_ms(cold), hit_ms=_ms(hit), cached=cached, equal=equal == len(cold) + 1)
+                hits.append(hit_s)
+                owns.append(own_s)
+        emit(
+            tokens=tokens,
+            cold_ms=_ms(cold),
+            hit_ms=_ms(hits),
+            own_hit_ms=_ms(owns),
+            to_own=round(statistics.median(hit / own for hit, own in zip(hits, owns, strict=True)), 3),
+            cached=cached,
+            equal=equal == len(cold) + 1,
+        )
 
 
 def miss(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:

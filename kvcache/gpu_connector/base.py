@@ -109,8 +109,11 @@ class PagedConnector(GPUConnectorInterface):
         tokens.
         """
         _check_counts(len(memory_objs), starts, ends)
+        tokens, shape = -1, torch.Size()
         for obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            shape = fmt.shape(tokens=max(end - start, 0), hidden=self.hidden, layers=self.num_layers)
+            if end - start != tokens:  # all but the last chunk are of one size, mostly
+                tokens = end - start
+                shape = fmt.shape(tokens=max(tokens, 0), hidden=self.hidden, layers=self.num_layers)
             if obj.fmt is not fmt or obj.shape != shape or obj.dtype != self.dtype:
                 raise ValueError(
                     f"a memory object {obj.fmt.name} {list(obj.shape)} of {obj.dtype} for the tokens "

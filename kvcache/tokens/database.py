@@ -73,10 +73,9 @@ class ChunkedTokenDatabase:
                 f"{len(digests)} bytes of digests for {num_tokens} tokens; {self.chunk_size} of them "
                 f"have {DIGEST_BYTES}"
             )
-        for index in range(count):
+        for index, key in enumerate(self.keys(digests)):
             start = index * self.chunk_size
-            digest = bytes(digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
-            yield Chunk(start, min(start + self.chunk_size, num_tokens), self.key(digest))
+            yield Chunk(start, min(start + self.chunk_size, num_tokens), key)
 
     def key(self, digest: bytes) -> CacheEngineKey:
         return CacheEngineKey(digest, self.namespace, self.rank)

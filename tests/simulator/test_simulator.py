@@ -44,7 +44,7 @@ def test_all_that_can_happen_happens(model: Path) -> None:
     for seed in range(60):
         seen += simulate(seed, OPERATIONS, model)
     expected = {
-        *("requests", "loads", "loaded tokens", "stored chunks", "evictions"),
+        *("requests", "loads", "loads ahead", "loaded tokens", "stored chunks", "evictions"),
         *("preempted", "resumed", "all preempted"),
         *("aborted WAITING", "aborted RUNNING", "aborted WAITING_FOR_REMOTE_KVS"),
         *("failed loads", "fault copy", "fault lookup", "fault plan", "fault slow", "fault hang"),
@@ -82,6 +82,23 @@ def test_vllm_goes_on_with_the_token_of_a_step_whose_load_failed(model: Path) ->
                 world.run(OPERATIONS)
             finally:
                 world.close()
+
+
+@pytest.mark.parametrize(("more", "loads"), [(4, 0), (16, 0), (20, 1), (24, 1)])
+def test_a_few_tokens_behind_vllms_own_are_computed(model: Path, more: int, loads: int) -> None:
+    """Up to 16 of a prompt whose others vLLM has, the last one among them, which is computed in any case."""
+    shape = Shape(block_size=4, chunk_size=16)
+    world = World(shape, Faults(), random.Random(1), model)
+    prompt = [random.randrange(3, 60) for _ in range(64)]
+    for tokens, forgets in ((64, True), (64 - more, False), (64, False)):
+        world._add("", prompt[:tokens], 1)
+        while world._requests:
+            world.step()
+        if forgets:
+            world.forget_everything_on_the_gpu()
+    world.finish()
+    world.close()
+    assert world.seen["loads"] == 1 + loads, "the second one's, and the last one's or none"
 
 
 @pytest.mark.parametrize("beside_another", [False, True])

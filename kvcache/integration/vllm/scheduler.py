@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_COMPUTED_AS_FAST = 16
+"""Fewer tokens than these behind vLLM's own are computed together with the last one in the time that this
+takes: what is left of a prompt that vLLM has in full."""
+
+
 class SchedulerSide:
     """All of the connector that lives in vLLM's scheduler. One thread.
 
@@ -131,7 +136,10 @@ class SchedulerSide:
             return None, False
         hit = min(tracker.hit_tokens or 0, int(request.num_tokens) - 1)
         new = hit - num_computed_tokens
-        if new < max(1, self._config.min_retrieve_tokens):
+        least = max(1, self._config.min_retrieve_tokens)
+        if num_computed_tokens:
+            least = max(least, _COMPUTED_AS_FAST)
+        if new < least:
             tracker.load_spec = None
             return 0, False
         others = self._batches.others(tracker.req_id)
