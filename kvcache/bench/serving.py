@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -182,16 +183,23 @@ def compare(name: str, setups: Sequence[Setup], options: dict[str, Any]) -> Iter
             yield {"mode": setup.mode, "left_out": reason}
             continue
         arguments = [name, json.dumps(dataclasses.asdict(setup)), json.dumps(options)]
-        done = subprocess.run(
+        last, rows = deque[str](maxlen=40), 0
+        with subprocess.Popen(
             [sys.executable, "-m", "kvcache.bench.serving", *arguments],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
-        )
-        figures = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-        yield from ({"mode": setup.mode, **json.loads(line)} for line in figures)
-        if done.returncode or not figures:
-            yield {"mode": setup.mode, "failed": (done.stdout + done.stderr)[-2000:]}
+        ) as child:
+            for line in child.stdout or ():
+                # A progress bar may stand on the same line.
+                before, mark, figures = line.partition(MARK)
+                if mark:
+                    rows += 1
+                    yield {"mode": setup.mode, **json.loads(figures)}
+                else:
+                    last.append(before)
+        if child.returncode or not rows:
+            yield {"mode": setup.mode, "failed": "".join(last)[-2000:]}
 
 
 def _ms(seconds: list[float]) -> float:
