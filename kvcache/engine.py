@@ -250,7 +250,7 @@ class LMCacheEngine:
         slot_mapping: torch.Tensor,
         digests: bytes | None = None,
         lookup_id: str = "",
-        on_ready: OnLoaded,
+        on_ready: OnLoaded = lambda loaded: None,
         on_loaded: OnLoaded = lambda loaded: None,
         after: torch.cuda.Event | None = None,
     ) -> None:
@@ -422,8 +422,9 @@ class LMCacheEngine:
         if not copies.counted:
             self.counters.loaded_tokens += int(there.sum())
         loaded = Loaded(there, num_bytes, seconds, error)
-        if copies.on_ready is not None:
-            copies.on_ready(loaded)
+        on_ready, copies.on_ready = copies.on_ready, None
+        if on_ready is not None:
+            on_ready(loaded)
         copies.on_loaded(loaded)
 
     def _plan_store(

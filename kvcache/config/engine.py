@@ -23,7 +23,7 @@ class LMCacheEngineConfig(Strict):
     save_unfull_chunk: bool = False
     """Store the last, partial chunk of a prompt too, in whole blocks of vLLM."""
     min_retrieve_tokens: int = Field(default=0, ge=0)
-    """A hit of fewer tokens than this is left to vLLM to compute."""
+    """A hit of fewer tokens than this, or of fewer than 16 behind vLLM's own, is left to vLLM to compute."""
     skip_last_n_tokens: int = Field(default=0, ge=0)
     """Tokens at the end of a prompt that are neither looked up nor stored."""
     hash_seed: str = Field(default="", max_length=256)

@@ -4,7 +4,7 @@
 A CUDA stream takes about a thousand operations that have not run yet; the call that adds one more waits until
 there is room, and others that launch something may wait behind it. A staged load has six operations for each
 16 MiB, so that whoever hands over some GiB at once may stand still for most of the copy: were that vLLM's
-thread, all requests that decode would. Here few slices are under way at any time, and a load that a step does
+thread, all requests that decode would. Here a dozen slices at most are under way, and a load that a step does
 wait for gets in between them.
 """
 
@@ -28,8 +28,8 @@ SLICES_IN_FLIGHT = 4
 """Not done yet: so much that the link does not run dry while the thread waits for its turn (5 ms), so little
 that their operations are a tenth of what a stream takes."""
 LAST_SLICES = 8
-"""Of a load, so many more may be under way: 10 ms, in which vLLM takes the request of a load whose copies are
-all queued into a batch."""
+"""Of a load, so many more may be under way: 15 ms with those, in which vLLM takes the request of a load whose
+copies are all queued into a batch. Some 300 operations."""
 _CLOSE_TIMEOUT_S = 5.0
 
 

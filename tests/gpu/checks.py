@@ -478,12 +478,15 @@ def check_stream_order(small: bool = False) -> None:
         memory.fill_(turn + 220)
         for tensor in tensors:
             tensor.fill_(7)
-        feed = transfer.feed(chunks)
+        _delay(slow)
+        seen = [tensor.double().sum() for tensor in tensors]
+        feed = transfer.feed(chunks, transfer.now())
         while not feed.queued():
             assert feed.error is None, f"{feed.error}"
         feed.order_current_stream()
         after = [tensor.double().sum() for tensor in tensors]
-        for later in after:
+        for before, later in zip(seen, after, strict=True):
+            assert float(before) == 7.0 * per_layer, f"a fed load did not wait for its event: {way}"
             expected = 7.0 * (per_layer - moved) + float(turn + 220) * moved
             assert abs(float(later) / expected - 1) < 1e-3, f"a kernel came before a queued load's end: {way}"
         assert feed.wait(30)

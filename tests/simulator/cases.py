@@ -20,12 +20,13 @@ def random_shape(dice: random.Random) -> Shape:
     ranks = dice.choice((1, 1, 2, 3) if len(layers) == 1 else (1, 1, 2))
     behind = dice.random() < 0.6
     tokens_in_pool = dice.choice((160, 320, 640))
+    loading = dice.choice(("Auto", "Always", "Never"))
     extra = {
         "save_decode_cache": dice.random() < 0.4,
         "save_unfull_chunk": dice.random() < 0.3,
         "skip_last_n_tokens": dice.choice((0, 0, 0, 1, 9)),
         "min_retrieve_tokens": dice.choice((0, 0, 0, 1, 20)),
-        "async_loading": dice.choice(("Auto", "Always", "Never")),
+        "async_loading": loading,
     }
     return Shape(
         block_size=block_size,
@@ -46,6 +47,7 @@ def random_shape(dice: random.Random) -> Shape:
         # The connector is off for drafts beside a pipeline.
         drafts=dice.choice((0, 0, 3)) if depth == 1 and len(layers) == 1 else 0,
         below=random_below(dice),
+        mixed_loads=loading == "Auto",
         extra=tuple(extra.items()),
     )
 
@@ -63,7 +65,7 @@ def random_case(dice: random.Random) -> tuple[Shape, Faults]:
     if shape.depth > 1 and (faults.copy or faults.plan or faults.vanish or faults.hooks):
         # vLLM 0.32 that schedules asynchronously goes on with the token of a step whose load failed, unless
         # the request waited for the load outside of the batch: test_simulator shows it.
-        shape = replace(shape, extra=(*shape.extra, ("async_loading", "Always")))
+        shape = replace(shape, mixed_loads=False, extra=(*shape.extra, ("async_loading", "Always")))
     return shape, faults
 
 
@@ -76,5 +78,12 @@ def random_faults(dice: random.Random) -> Faults:
     if dice.random() < 0.3:
         return Faults()
     return Faults(
-        copy=rate(), lookup=rate(), plan=rate() / 5, vanish=rate(), slow=rate(), hang=rate(), hooks=rate()
+        copy=rate(),
+        lookup=rate(),
+        plan=rate() / 5,
+        vanish=rate(),
+        slow=rate(),
+        hang=rate(),
+        hooks=rate(),
+        report=rate(),
     )

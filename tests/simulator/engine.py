@@ -74,6 +74,8 @@ class Shape:
         sockets: lookups go over unix sockets, in the folder that `extra` names as `runtime_dir`.
         below: tiers below host memory, the fastest first: how each is written, and whether it knows at once
             what it has.
+        mixed_loads: loads beside others wait outside of the batch or not at random; by their length all of
+            them are too short here for any to.
         extra: more of the cache's configuration.
     """
 
@@ -95,6 +97,7 @@ class Shape:
     drafts: int = 0
     sockets: bool = False
     below: tuple[tuple[WriteMode, bool], ...] = ()
+    mixed_loads: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property

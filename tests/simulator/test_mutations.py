@@ -244,6 +244,10 @@ def _last_copies_of_loads_beside_are_not_waited_for(patch: pytest.MonkeyPatch) -
     patch.setattr(WorkerSide, "_order_joining", _nothing)
 
 
+def _the_scheduler_does_not_hear_of_ready_loads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "heard_of_ready_loads", _nothing)
+
+
 def _loads_start_before_the_step_before_theirs(patch: pytest.MonkeyPatch) -> None:
     load_ahead = WorkerSide.load_ahead
 
@@ -288,6 +292,7 @@ MUTATIONS = [
     ),
     Mutation(_abandoned_loads_go_on_beside_what_is_computed, replace(BUSY, layers=(5,)), Faults(plan=0.3)),
     Mutation(_last_copies_of_loads_beside_are_not_waited_for, ASYNC),
+    Mutation(_the_scheduler_does_not_hear_of_ready_loads, ASYNC),
     Mutation(_loads_start_before_the_step_before_theirs, replace(BUSY, depth=2)),
     Mutation(_loads_start_beside_stores_from_their_pages, replace(BUSY, num_blocks=22)),
     Mutation(_a_load_has_ended_when_it_is_handed_over, ASYNC),

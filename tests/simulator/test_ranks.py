@@ -74,8 +74,9 @@ def test_mla_is_written_below_once_and_loaded_by_all_ranks(model: Path, layers: 
 
 def test_ranks_that_are_not_mla_write_each_its_own(model: Path) -> None:
     tiers: list[int] = []
-    seen = live(model, SLOW, prepare=lambda world: tiers.append(len(world.engine.slow.tiers)))
-    assert tiers == [SLOW.ranks * len(SLOW.below)] * LIVES
+    lives = 4 * LIVES
+    seen = live(model, SLOW, prepare=lambda world: tiers.append(len(world.engine.slow.tiers)), lives=lives)
+    assert tiers == [SLOW.ranks * len(SLOW.below)] * lives
     assert all(seen[f"from below on {rank}"] > 0 for rank in range(SLOW.workers))
 
 

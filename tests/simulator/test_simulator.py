@@ -48,6 +48,7 @@ def test_all_that_can_happen_happens(model: Path) -> None:
         *("preempted", "resumed", "all preempted"),
         *("aborted WAITING", "aborted RUNNING", "aborted WAITING_FOR_REMOTE_KVS"),
         *("failed loads", "fault copy", "fault lookup", "fault plan", "fault slow", "fault hang"),
+        *("fault hooks", "fault report"),
         *("waits", "waits that expired", "fetched chunks", "hits below", "written below"),
     }
     assert expected - set(seen) == set()

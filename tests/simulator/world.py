@@ -43,6 +43,8 @@ class Faults:
     """It does not answer at all."""
     hooks: float = 0.0
     """A forward that should call the hooks around each layer's attention does not."""
+    report: float = 0.0
+    """What a rank has to tell the scheduler comes a step late, but for the loads that are ready."""
 
 
 @dataclass
@@ -134,7 +136,10 @@ class World:
     def abort(self) -> None:
         # Without asynchronous scheduling vLLM hears of it before a step or after its execution.
         if self._requests and (self.shape.depth > 1 or all(step.result for step in self._steps)):
-            req_id = self.dice.choice(sorted(self._requests))
+            waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+            loading = [name for name, request in self._requests.items() if request.status == waiting]
+            some = loading if loading and self.dice.random() < 0.5 else self._requests
+            req_id = self.dice.choice(sorted(some))
             self.seen[f"aborted {self._requests[req_id].status.name}"] += 1
             self.engine.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
             self._ended(req_id)
@@ -209,9 +214,11 @@ class World:
     def finish(self) -> None:
         """No more faults or requests: all that is there ends, and leaves nothing."""
         self._quiet = True
-        while self._steps or self.engine.scheduler.has_requests():
-            self.step()
-            self.wait()
+        self._run_out()
+        if any(impl._report.worker for impl in self.engine.rank_impls):
+            # What came late goes with the next step, whosever it is.
+            self._add("", [self._token()], 1)
+            self._run_out()
         self.engine.slow.finish()
         self.deliver()
         for _ in range(40):
@@ -224,6 +231,11 @@ class World:
                 break
             time.sleep(0.01)
         self.checks.check_end()
+
+    def _run_out(self) -> None:
+        while self._steps or self.engine.scheduler.has_requests():
+            self.step()
+            self.wait()
 
     def close(self) -> None:
         self.engine.close()
@@ -334,10 +346,19 @@ class World:
 
         return fails
 
+    def _waits_outside(self, others: int) -> bool:
+        return self.shape.behind and others > 0 and self.dice.random() < 0.5
+
     def _inject(self) -> None:
         """Faults and time of the scheduler's side."""
+        for impl in self.engine.rank_impls:
+            report: Any = impl._report
+            report.take_worker_metadata = _or_fail(self._roll("report"), report.take_worker_metadata)
         side = self.engine.scheduler_impl._scheduler
         if side is not None:
+            if self.shape.mixed_loads:
+                copies: Any = side._copies
+                copies.worth_waiting_outside = lambda mode, tokens, others: self._waits_outside(others)
             side._lookups._clock = self.engine.slow.clock
             side._lookups._seconds_per_token = lambda: self.dice.choice((0.0, 1e-3, 0.1))
             for part in ("_begin_step", "_add_save", "_add_async_load"):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
@@ -151,6 +152,8 @@ class LMCacheConnectorV1Impl(Administered):
                 self._turn_off(error)
         self._manager.start_lookup_server(rank)
         self._manager.start_control(f"rank{rank}", self)
+        if self._worker is not None and _world_size(self._vllm_config) == 1:
+            ahead.announce(self._manager.runtime_dir, self._worker)
 
     def _start_engine(self, manager: LMCacheManager, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -192,8 +195,6 @@ class LMCacheConnectorV1Impl(Administered):
             layers,
             stores_by_layer=config.use_layerwise,
         )
-        if _world_size(self._vllm_config) == 1:
-            ahead.announce(manager.runtime_dir, self._worker)
         self.reason = ""
 
     @guarded(lambda: None)
@@ -231,7 +232,11 @@ class LMCacheConnectorV1Impl(Administered):
         if self._worker is None:
             self._report.decline(metadata)
         else:
-            self._worker.begin_step(metadata)
+            self._worker.begin_step(metadata, alone=self._is_alone())
+
+    def _is_alone(self) -> bool:
+        """vLLM's connector is this one, not several of which this is one."""
+        return has_kv_transfer_group() and getattr(get_kv_transfer_group(), "_impl", None) is self
 
     def clear_connector_metadata(self) -> None:
         self._metadata = None
@@ -338,6 +343,9 @@ class LMCacheConnectorV1Impl(Administered):
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None and connector_output.finished_recving:
+            # Before anything that may fail: steps that use the blocks are ordered behind their copies by it.
+            self._scheduler.heard_of_ready_loads()
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(report, LMCacheWorkerMetadata):
             self._scheduler.update_connector_output(report, connector_output.invalid_block_ids or ())

@@ -4,6 +4,9 @@
 Between the allocation of a prompt's blocks and the worker's hooks vLLM takes the prompt over: 5 ms for 32,768
 tokens, in which the link could bring a sixteenth of them. Without parallelism vLLM does both in one thread,
 so that the scheduler's side may call its only rank at once.
+
+Not where vLLM has other connectors too: one may learn only in a step's first hooks that it is to read a page
+which others have been given since.
 """
 
 from __future__ import annotations

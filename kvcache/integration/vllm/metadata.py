@@ -99,7 +99,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     step: int = 0
     """Counts the scheduler's steps, from 1 on."""
     heard: int = 0
-    """The last step of which the scheduler has heard that an asynchronous load is ready."""
+    """The last step that may have said of an asynchronous load that it is ready, as the scheduler knows."""
     requests: list[ReqMeta] = field(default_factory=list)
     lookup_requests_in_step: list[str] = field(default_factory=list)
     """Lookups whose leases end with this step although nothing is loaded for them."""
@@ -126,8 +126,6 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     """Lookup to tokens that were promised and did not come: 0 where all is well."""
     others_loads: set[str] = field(default_factory=set)
     """Of other connectors, that were in the steps reported here."""
-    ready_in_step: int = 0
-    """The step in which it was said last that an asynchronous load is ready."""
     load_bytes: int = 0
     load_seconds: float = 0.0
     """What finished loads moved, and how long they took."""
@@ -147,7 +145,6 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
             saves,
             finished,
             self.others_loads | other.others_loads,
-            max(self.ready_in_step, other.ready_in_step),
             self.load_bytes + other.load_bytes,
             self.load_seconds + other.load_seconds,
             self.changes + other.changes,
@@ -163,7 +160,8 @@ class StepReport:
 
     invalid_block_ids: set[int] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
-    """Requests whose asynchronous load has ended, well or not; each is reported exactly once."""
+    """Requests whose asynchronous load has ended, well or not, or of which all copies are queued; each is
+    reported exactly once."""
     finished_sending: set[str] = field(default_factory=set)
     """Requests whose blocks were held and are not read any more; each is reported exactly once."""
     worker: LMCacheWorkerMetadata = field(default_factory=LMCacheWorkerMetadata)

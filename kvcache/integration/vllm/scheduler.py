@@ -136,10 +136,7 @@ class SchedulerSide:
             return None, False
         hit = min(tracker.hit_tokens or 0, int(request.num_tokens) - 1)
         new = hit - num_computed_tokens
-        least = max(1, self._config.min_retrieve_tokens)
-        if num_computed_tokens:
-            least = max(least, _COMPUTED_AS_FAST)
-        if new < least:
+        if new < self._least(num_computed_tokens):
             tracker.load_spec = None
             return 0, False
         others = self._batches.others(tracker.req_id)
@@ -303,12 +300,15 @@ class SchedulerSide:
                 tokens = len(lost.blocks) * self._block_size
                 self._doubts.load_planned(lost.lookup_id, lost.blocks, tokens)
 
+    def heard_of_ready_loads(self) -> None:
+        """vLLM counts asynchronous loads as ready that were reported in a step planned by now."""
+        self._heard = self._planned_steps
+
     def update_connector_output(
         self, report: LMCacheWorkerMetadata, invalid_blocks: Collection[int] = ()
     ) -> None:
         """What the workers acknowledged and what failed to load, on our side or another connector's."""
         self._copies.observe(report.load_bytes, report.load_seconds)
-        self._heard = max(self._heard, report.ready_in_step)
         if invalid_blocks or any(report.finished_loads.values()):
             self._batches.wake_all()
         for lookup_id in report.others_loads:
@@ -379,8 +379,11 @@ class SchedulerSide:
             tracker.hit_tokens = 0
             return
         self.describe(tracker.request, 0, usable, digests)
-        least = max(1, self._config.min_retrieve_tokens)
-        self._lookups.begin(tracker, digests, usable, own_tokens, least)
+        self._lookups.begin(tracker, digests, usable, own_tokens, self._least(own_tokens))
+
+    def _least(self, own_tokens: int) -> int:
+        """Tokens that are worth a load, behind `own_tokens` that vLLM has itself."""
+        return max(1, self._config.min_retrieve_tokens, _COMPUTED_AS_FAST if own_tokens else 0)
 
     def _seconds_per_token(self) -> float:
         """What computing a prompt's token takes; 0 before any was measured."""

@@ -82,19 +82,25 @@ class WorkerSide:
         self._ahead: dict[str, _Ahead] = {}
         """Loads of the step that comes next, by lookup."""
         self._begun: tuple[int, int, torch.cuda.Stream | None] | None = None
-        """Number, thread and stream of the last step."""
+        """Number, thread and stream of the last step; None beside other connectors."""
         self._before_step: torch.cuda.Event | None = None
         self._joining: list[tuple[int, Completion]] = []
         """Loads beside the model that were reported in a step and are in the pages behind these copies."""
         self._layer_stores = LayerwiseStores(len(layers), caught) if stores_by_layer else None
         self._storing = False
 
-    def begin_step(self, metadata: LMCacheConnectorMetadata) -> None:
+    def begin_step(self, metadata: LMCacheConnectorMetadata, *, alone: bool = False) -> None:
         """Takes note of finished requests whose blocks vLLM keeps for their stores. What the step reads or
-        writes comes behind all loads that the scheduler had heard are there, and that its plan left out."""
-        self._held.update(metadata.held_requests)
-        self._begun = metadata.step, *self._here()
+        writes comes behind all loads that the scheduler had heard are there, and that its plan left out.
+
+        Args:
+            metadata: the step's.
+            alone: vLLM has no connector but this one. Others may read or write pages that vLLM takes for free
+                before a step begins, or without a look at the model's stream.
+        """
         self._order_joining(metadata.heard)
+        self._held.update(metadata.held_requests)
+        self._begun = (metadata.step, *self._here()) if alone else None
         named = {request.lookup_id: request for request in metadata.requests if request.load_spec is not None}
         if named:
             # vLLM 0.32 starts asynchronous loads after it launched the forward; they need not wait for that.
@@ -114,19 +120,21 @@ class WorkerSide:
         """Starts a load of the step that is being planned, behind all that the model's stream was given
         (`kvcache.integration.vllm.ahead`). Its metadata may do without it after all.
 
-        Does nothing where the step before was not given to that stream yet, by this thread; and while stores
-        run: a request of theirs may have been preempted, which the step's metadata says first.
+        Does nothing where the step before was not given to that stream yet, by this thread; and while copies
+        run that the step will be ordered behind: stores, since a request of theirs may have been preempted,
+        which the step's metadata says first, and what is left of loads beside the model.
         """
         spec = request.load_spec
-        if spec is None or self._begun != (step - 1, *self._here()) or self.engine.stores_run():
+        if spec is None or self._begun != (step - 1, *self._here()):
             return
-        self._order_joining(step)
+        if self.engine.stores_run() or not all(copies.done() for _, copies in self._joining):
+            return
         there = self._retrieve(request, spec, lease_owner(session, spec.lookup_id), by_layer=True)
         self._ahead[spec.lookup_id] = _Ahead(request, there)
 
     def _order_joining(self, heard: int) -> None:
         """Whatever the model's stream is given from now on sees the loads that were reported until the step
-        `heard`: blocks of others are not used before the scheduler has heard of them."""
+        `heard`: their blocks are nobody else's, and not read, before the scheduler has heard of them."""
         self._joining = [(step, copies) for step, copies in self._joining if not copies.done()]
         for step, copies in self._joining:
             if step <= heard:
@@ -233,14 +241,22 @@ class WorkerSide:
             check(there)
 
     def _load_beside(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
-        on_ready = partial(self._ready_beside, request, spec)
+        tell = partial(self._ready_beside, request, spec)
+        window = self._window(request, spec, owner) | {"after": self._before_step}
+        if self._begun is not None:
+            window["on_ready"] = tell
+        else:
+
+            def ended(loaded: Loaded) -> None:
+                self._count_load(loaded)
+                tell(loaded)
+
+            window["on_loaded"] = ended
         try:
-            self.engine.retrieve_beside(
-                **self._window(request, spec, owner), on_ready=on_ready, after=self._before_step
-            )
+            self.engine.retrieve_beside(**window)
         except Exception as error:
             nothing = torch.zeros(request.num_tokens - request.first_token, dtype=torch.bool)
-            on_ready(Loaded(nothing, error=error))
+            tell(Loaded(nothing, error=error))
 
     def _retrieve(
         self, request: ReqMeta, spec: LoadSpec, owner: str, *, by_layer: bool
@@ -310,14 +326,16 @@ class WorkerSide:
 
     def _ready_beside(self, request: ReqMeta, spec: LoadSpec, loaded: Loaded) -> None:
         """The request that waited outside of the batch may go on: it takes vLLM a step or two to have it in
-        one, and the last copies are made by then. In one report with what did not come."""
+        one, in which most of the last copies are made. In one report with what did not come.
+
+        The lease goes when they are, at the next step: of a vLLM that has nothing to do, then.
+        """
         if loaded.error is not None:
             self._caught("retrieve", loaded.error)
         self._check_load(request, spec, loaded.there)
         self._report.finished_recving.add(request.req_id)
-        step = 0 if self._begun is None else self._begun[0]
-        self._report.worker.ready_in_step = step
-        self._joining.append((step, loaded.copies))
+        if self._begun is not None:
+            self._joining.append((self._begun[0], loaded.copies))
 
     def record_failed_blocks(self, request: ReqMeta, tokens: int, first_missing: int) -> None:
         """Reports the blocks of the promised tokens from window position `first_missing` on."""

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
+from kvcache.gpu_connector.interface import Completion
 from kvcache.integration.vllm import ahead
 from kvcache.integration.vllm.worker import WorkerSide
 from tests.integration.vllm.conftest import MakePrompt, StartEngine
 from tests.integration.vllm.engines import CHUNK, Engine, Reference
+
+
+class _Running(Completion):
+    def done(self) -> bool:
+        return False
 
 
 def _worker(engine: Engine) -> WorkerSide:
@@ -28,10 +34,10 @@ def _watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("load")
         return retrieve(*arguments, **more)
 
-    def watched_begin(metadata: Any) -> None:
+    def watched_begin(metadata: Any, **how: Any) -> None:
         if any(request.load_spec is not None for request in metadata.requests):
             seen.append("step")
-        begin_step(metadata)
+        begin_step(metadata, **how)
 
     monkeypatch.setattr(side.engine, "retrieve", watched_retrieve)
     monkeypatch.setattr(side, "begin_step", watched_begin)
@@ -39,28 +45,40 @@ def _watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("moved_on", [False, True], ids=["in one thread", "elsewhere"])
-def test_a_load_starts_before_its_step_where_the_rank_can_be_called(
+@pytest.mark.parametrize("hindrance", [None, "thread", "step", "stores", "copies", "others"])
+def test_a_load_starts_before_its_step_where_nothing_hinders(
     start_engine: StartEngine,
     reference: Reference,
     make_prompt: MakePrompt,
     monkeypatch: pytest.MonkeyPatch,
-    moved_on: bool,
+    hindrance: str | None,
 ) -> None:
     prompt = make_prompt(4 * CHUNK + 5)
     answer = reference(prompt)
     engine = start_engine({"async_loading": "Never"})
     assert engine.answer(prompt).tokens == answer
     engine.forget_gpu()
+    side = _worker(engine)
+    match hindrance:
+        case "thread":  # the model runs on another one than that which plans
+            numbers = iter(range(10**6))
+            monkeypatch.setattr("kvcache.integration.vllm.worker.threading.get_ident", numbers.__next__)
+        case "step":  # the one before was not given to the model yet
+            scheduler = engine.scheduler._scheduler
+            assert scheduler is not None
+            scheduler._planned_steps += 1
+        case "stores":
+            monkeypatch.setattr(side.engine, "stores_run", lambda: True)
+        case "copies":  # of a load beside the model that is said to be ready
+            side._joining.append((0, _Running()))
+        case "others":  # another connector beside this one
+            monkeypatch.setattr(engine.worker, "_is_alone", lambda: False)
+            engine.answer(make_prompt(5))
     seen = _watch(engine, monkeypatch)
-    if moved_on:
-        # As if the model ran on another thread than the one that plans.
-        monkeypatch.setattr(
-            "kvcache.integration.vllm.worker.threading.get_ident", iter(range(10**6)).__next__
-        )
     again = engine.answer(prompt)
     assert (again.tokens, again.cached_tokens) == (answer, 4 * CHUNK)
-    assert seen == (["step", "load"] if moved_on else ["load", "step"])
+    assert seen == (["step", "load"] if hindrance else ["load", "step"])
+    side._joining.clear()
     engine.check_clean()
 
 
