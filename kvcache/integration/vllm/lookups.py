@@ -92,7 +92,7 @@ class Lookups:
             seconds_per_token=self._seconds_per_token(),
         )
         most = self._tokens(result.chunks + result.coming, num_tokens)
-        if result.coming and min(most, int(tracker.request.num_tokens) - 1) - own_tokens >= least:
+        if result.coming and most - own_tokens >= least:
             tracker.waits_until = now + max(0.0, result.wait_s - tracker.waited_s)
             self._waiting[tracker.lookup_id] = (now, num_tokens)
             self.waited.waits += 1

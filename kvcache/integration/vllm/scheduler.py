@@ -379,7 +379,9 @@ class SchedulerSide:
             tracker.hit_tokens = 0
             return
         self.describe(tracker.request, 0, usable, digests)
-        self._lookups.begin(tracker, digests, usable, own_tokens, self._least(own_tokens))
+        # The last token of a whole sequence is computed in any case.
+        least = self._least(own_tokens) + (usable == int(tracker.request.num_tokens))
+        self._lookups.begin(tracker, digests, usable, own_tokens, least)
 
     def _least(self, own_tokens: int) -> int:
         """Tokens that are worth a load, behind `own_tokens` that vLLM has itself."""

@@ -31,15 +31,14 @@ def _lose(tier: CpuTier, kept: int) -> None:
 def _lose_before_load(monkeypatch: pytest.MonkeyPatch, engine: Engine, kept: int) -> None:
     """Between the next lookup and its load."""
     side = _worker(engine)
-    load = side.start_load_kv
+    window = side._window
 
-    def lose_then_load(metadata: Any, **how: Any) -> None:
-        if any(request.load_spec for request in metadata.requests):
-            _lose(side.engine.storage.cpu, kept)
-            monkeypatch.setattr(side, "start_load_kv", load)
-        load(metadata, **how)
+    def lose_then_load(*arguments: Any) -> Any:
+        _lose(side.engine.storage.cpu, kept)
+        monkeypatch.setattr(side, "_window", window)
+        return window(*arguments)
 
-    monkeypatch.setattr(side, "start_load_kv", lose_then_load)
+    monkeypatch.setattr(side, "_window", lose_then_load)
 
 
 @pytest.mark.parametrize("loading", ["Never", "Always"])
