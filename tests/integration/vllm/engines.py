@@ -21,6 +21,7 @@ import vllm
 
 from kvcache.integration.vllm.adapter import LMCacheConnectorV1Impl
 from kvcache.integration.vllm.vllm_stats import figures_of
+from kvcache.integration.vllm.worker import WorkerSide
 from kvcache.memory.objects import MemoryObj
 from kvcache.stats import RankStats, SchedulerStats
 
@@ -173,6 +174,11 @@ class Engine:
         """vLLM's own prefix cache is empty after this."""
         assert self.llm.reset_prefix_cache()
 
+    def store(self, prompt: Sequence[int], answer: Tokens) -> None:
+        """The prompt is in the cache after this, and not in vLLM's own."""
+        assert self.answer(prompt).tokens == answer
+        self.forget_gpu()
+
     def forget_all(self) -> None:
         """The cache's tiers too."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
@@ -182,6 +188,13 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return _ours(get_kv_transfer_group())
+
+    @property
+    def side(self) -> WorkerSide:
+        """The worker's, of an engine whose cache is on."""
+        side = self.worker._worker
+        assert side is not None
+        return side
 
     @property
     def scheduler(self) -> LMCacheConnectorV1Impl:
@@ -205,9 +218,7 @@ class Engine:
 
     def stored(self) -> list[MemoryObj]:
         """The chunks that can be hit now."""
-        side = self.worker._worker
-        assert side is not None
-        return [entry.obj for entry in side.engine.storage.cpu._index.values()]
+        return [entry.obj for entry in self.side.engine.storage.cpu._index.values()]
 
     def metric(self, name: str, source: str | None = None) -> int:
         """A counter of vLLM since this engine started."""

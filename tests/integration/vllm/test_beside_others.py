@@ -63,9 +63,7 @@ def test_beside_vllms_example(
         engine.forget_gpu()
     assert all(answer.cached_tokens for answer in answers)
     assert (engine.rank_stats.loaded_tokens > 0) == (first == 0)
-    side = engine.worker._worker
-    assert side is not None
-    assert side._begun is None, (
+    assert engine.side._begun is None, (
         "loads neither start ahead of their step nor are reported before they have ended"
     )
     assert engine.rank_stats.stored_tokens == (4 + 3) * CHUNK

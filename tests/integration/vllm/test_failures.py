@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.integration.vllm.worker import WorkerSide
 from kvcache.storage.tiers.cpu import CpuTier
 from tests.integration.vllm.conftest import MakePrompt, StartEngine
 from tests.integration.vllm.engines import CHUNK, Engine, Reference
 
 pytestmark = pytest.mark.vllm
-
-
-def _worker(engine: Engine) -> WorkerSide:
-    side = engine.worker._worker
-    assert side is not None
-    return side
 
 
 def _lose(tier: CpuTier, kept: int) -> None:
@@ -30,7 +23,7 @@ def _lose(tier: CpuTier, kept: int) -> None:
 
 def _lose_before_load(monkeypatch: pytest.MonkeyPatch, engine: Engine, kept: int) -> None:
     """Between the next lookup and its load."""
-    side = _worker(engine)
+    side = engine.side
     window = side._window
 
     def lose_then_load(*arguments: Any) -> Any:
@@ -104,7 +97,7 @@ def test_a_load_that_raises_is_computed(
     engine.forget_gpu()
     with monkeypatch.context() as broken:
         for way in ("batched_to_gpu", "layers_to_gpu"):
-            broken.setattr(_worker(engine).engine.gpu_connector, way, _broken)
+            broken.setattr(engine.side.engine.gpu_connector, way, _broken)
         assert [answer.tokens for answer in engine.answers(prompts)] == expected
     assert engine.rank_stats.failures["BrokenError"] == 2
     engine.forget_gpu()
@@ -120,7 +113,7 @@ def test_a_store_that_raises_stores_nothing(
     prompt = make_prompt(5 * CHUNK)
     engine = start_engine(more={"max_num_batched_tokens": 600})
     with monkeypatch.context() as broken:
-        broken.setattr(_worker(engine).engine.gpu_connector, "batched_from_gpu", _broken)
+        broken.setattr(engine.side.engine.gpu_connector, "batched_from_gpu", _broken)
         assert engine.answer(prompt).tokens == reference(prompt)
     assert engine.stored() == []
     # Nothing is stored behind the gap; the next request that meets it starts over.

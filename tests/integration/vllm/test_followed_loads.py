@@ -6,15 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvcache.integration.vllm.layerwise import LayerHooks
-from kvcache.integration.vllm.worker import WorkerSide
 from tests.integration.vllm.conftest import MakePrompt, StartEngine
-from tests.integration.vllm.engines import CHUNK, Engine, Reference
-
-
-def _worker(engine: Engine) -> WorkerSide:
-    side = engine.worker._worker
-    assert side is not None
-    return side
+from tests.integration.vllm.engines import CHUNK, Reference
 
 
 @pytest.mark.vllm
@@ -29,9 +22,8 @@ def test_a_hit_is_followed_layer_by_layer(
     prompt = make_prompt(4 * CHUNK + 5)
     answer = reference(prompt)
     engine = start_engine({"async_loading": "Never", "use_layerwise": use_layerwise})
-    assert engine.answer(prompt).tokens == answer
-    engine.forget_gpu()
-    side = _worker(engine)
+    engine.store(prompt, answer)
+    side = engine.side
     asked: list[int] = []
     monkeypatch.setattr(side.engine, "order_layer", asked.append)
     again = engine.answer(prompt)
@@ -47,9 +39,8 @@ def test_a_load_whose_layers_nobody_waits_for_has_failed(
     prompt = make_prompt(4 * CHUNK + 5)
     answer = reference(prompt)
     engine = start_engine({"async_loading": "Never"})
-    assert engine.answer(prompt).tokens == answer
-    engine.forget_gpu()
-    side = _worker(engine)
+    engine.store(prompt, answer)
+    side = engine.side
     monkeypatch.setattr(side, "wait_for_layer_load", lambda layer_name: None)
     assert engine.answer(prompt).tokens == answer
     assert engine.rank_stats.load_failed_tokens == 4 * CHUNK

@@ -9,7 +9,6 @@ import pytest
 
 from kvcache.gpu_connector.interface import Completion
 from kvcache.integration.vllm import ahead
-from kvcache.integration.vllm.worker import WorkerSide
 from tests.integration.vllm.conftest import MakePrompt, StartEngine
 from tests.integration.vllm.engines import CHUNK, Engine, Reference
 
@@ -19,15 +18,9 @@ class _Running(Completion):
         return False
 
 
-def _worker(engine: Engine) -> WorkerSide:
-    side = engine.worker._worker
-    assert side is not None
-    return side
-
-
 def _watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens to a hit, in order."""
-    side, seen = _worker(engine), list[str]()
+    side, seen = engine.side, list[str]()
     retrieve, begin_step = side.engine.retrieve, side.begin_step
 
     def watched_retrieve(*arguments: Any, **more: Any) -> Any:
@@ -56,9 +49,8 @@ def test_a_load_starts_before_its_step_where_nothing_hinders(
     prompt = make_prompt(4 * CHUNK + 5)
     answer = reference(prompt)
     engine = start_engine({"async_loading": "Never"})
-    assert engine.answer(prompt).tokens == answer
-    engine.forget_gpu()
-    side = _worker(engine)
+    engine.store(prompt, answer)
+    side = engine.side
     match hindrance:
         case "thread":  # the model runs on another one than that which plans
             numbers = iter(range(10**6))
@@ -89,10 +81,9 @@ def test_a_load_whose_step_does_without_it_is_computed(
     prompt = make_prompt(4 * CHUNK + 5)
     answer = reference(prompt)
     engine = start_engine({"async_loading": "Never"})
-    assert engine.answer(prompt).tokens == answer
-    engine.forget_gpu()
+    engine.store(prompt, answer)
     seen = _watch(engine, monkeypatch)
-    scheduler, side = engine.scheduler._scheduler, _worker(engine)
+    scheduler, side = engine.scheduler._scheduler, engine.side
     assert scheduler is not None
     ordered: list[int] = []
     monkeypatch.setattr(side.engine, "order_layer", ordered.append)
