@@ -99,8 +99,8 @@ class SchedulerSide:
         """Called with chunks that are looked up or stored: tokens `[first, last)` and their digests."""
         self._planned_steps = 0
         self._heard = 0
-        self.load_ahead: Callable[[str, int, ReqMeta], None] = lambda session, step, request: None
-        """Called with each load that its step will wait for, the step's number and the lookups' session."""
+        self.load_ahead: Callable[[str, int, ReqMeta], None] | None = None
+        """Called with the lookups' session, a step's number, and each load that the step will wait for."""
         self._first_tokens = FirstTokens()
         self._lookups = Lookups(
             lookup_client, config.chunk_size, config.lease_timeout_s, self._seconds_per_token, clock
@@ -176,7 +176,7 @@ class SchedulerSide:
                 self._async_loads.append(tracker.req_id)
                 return
             tracker.loading = spec.lookup_id
-            if tracker.chain is not None:
+            if tracker.chain is not None and self.load_ahead is not None:
                 window = self._windows.to_load(tracker, tracker.chain, spec)
                 self.load_ahead(self._lookup_client.session, self._planned_steps + 1, window)
 

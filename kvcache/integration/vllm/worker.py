@@ -132,14 +132,6 @@ class WorkerSide:
         there = self._retrieve(request, spec, lease_owner(session, spec.lookup_id), by_layer=True)
         self._ahead[spec.lookup_id] = _Ahead(request, there)
 
-    def _order_joining(self, heard: int) -> None:
-        """Whatever the model's stream is given from now on sees the loads that were reported until the step
-        `heard`: their blocks are nobody else's, and not read, before the scheduler has heard of them."""
-        self._joining = [(step, copies) for step, copies in self._joining if not copies.done()]
-        for step, copies in self._joining:
-            if step <= heard:
-                copies.order_current_stream()
-
     def start_load_kv(self, metadata: LMCacheConnectorMetadata, *, forward: Hashable | None = None) -> None:
         """Loads what requests were promised; on a GPU ordered before the kernels of the model that read it,
         unless the request waits outside of the batch.
@@ -293,6 +285,14 @@ class WorkerSide:
         device = self.engine.gpu_connector.transfer.pages.device
         return threading.get_ident(), None if device < 0 else torch.cuda.current_stream(device)
 
+    def _order_joining(self, heard: int) -> None:
+        """Whatever the model's stream is given from now on sees the loads that were reported until the step
+        `heard`: their blocks are nobody else's, and not read, before the scheduler has heard of them."""
+        self._joining = [(step, copies) for step, copies in self._joining if not copies.done()]
+        for step, copies in self._joining:
+            if step <= heard:
+                copies.order_current_stream()
+
     def _end_followed(self, *, complete: bool) -> None:
         """Of a forward that did not wait for every layer nobody knows what it read: its loads have failed."""
         followed, self._followed = self._followed, []
@@ -328,7 +328,8 @@ class WorkerSide:
         """The request that waited outside of the batch may go on: it takes vLLM a step or two to have it in
         one, in which most of the last copies are made. In one report with what did not come.
 
-        The lease goes when they are, at the next step: of a vLLM that has nothing to do, then.
+        The lease ends with the first step after the last copy: if the request was aborted, and vLLM has no
+        other, when it has one again.
         """
         if loaded.error is not None:
             self._caught("retrieve", loaded.error)
