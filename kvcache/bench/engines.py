@@ -113,10 +113,9 @@ class Engine:
             "disable_log_stats": True,
             "enforce_eager": not setup.graphs,
             **({"load_format": "dummy"} if setup.dummy_weights else {}),
+            **({"dtype": "float32", "distributed_executor_backend": "uni"} if setup.device == "cpu" else {}),
             **setup.engine,
         }
-        if setup.device == "cpu":
-            arguments |= {"dtype": "float32", "distributed_executor_backend": "uni"}
         if setup.graphs:
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         config = connector_config(setup)
