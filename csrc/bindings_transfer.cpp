@@ -217,7 +217,7 @@ void register_transfer(py::module_& m) {
         "stream"_a = 0, "blocks"_a = 0);
 
     py::class_<StagingRing>(m, "StagingRing")
-        .def(py::init(&make_ring), "device"_a, "slot_bytes"_a, "num_slots"_a)
+        .def(py::init(&make_ring), "device"_a, "slot_bytes"_a, "num_slots"_a, "turn"_a = 0)
         .def(
             "transfer",
             [](StagingRing& ring, const Pages& pages, const py::object& addresses, const py::object& starts,

@@ -269,12 +269,16 @@ class StagingRing:
 
     Device -1: in host memory, and copies are done on return.
 
+    Args:
+        turn: so many slots' DMAs go to one stream, the next ones to another behind them, so that others'
+            copies get in between; 0: all go to one.
+
     Raises:
-        ValueError: a size or number of slots below 1.
+        ValueError: a size or number of slots below 1, a turn below 0.
         RuntimeError: CUDA's reason, such as no memory.
     """
 
-    def __init__(self, device: int, slot_bytes: int, num_slots: int) -> None: ...
+    def __init__(self, device: int, slot_bytes: int, num_slots: int, turn: int = 0) -> None: ...
     def transfer(
         self,
         pages: Pages,

@@ -16,7 +16,8 @@ cudaStream_t stream_of(uint64_t handle) { return reinterpret_cast<cudaStream_t>(
 
 class CudaRing final : public StagingRing {
   public:
-    CudaRing(int device, size_t slot_bytes, int num_slots) : device_(device), slot_bytes_(slot_bytes) {
+    CudaRing(int device, size_t slot_bytes, int num_slots, int turn)
+        : device_(device), slot_bytes_(slot_bytes), turn_(static_cast<size_t>(turn)) {
         const DeviceScope scope(device);
         cuda_check(cudaMalloc(&memory_, slot_bytes * static_cast<size_t>(num_slots)),
                    "cudaMalloc of a staging ring");
@@ -153,7 +154,7 @@ class CudaRing final : public StagingRing {
     // KiB and more (smaller ones go another way), inputs of the model's next step among them, stands still:
     // for 77 ms of a load of 4 GiB. Where the stream changes, others get in between. A change costs some 7
     // us, a slot of 16 MiB takes 0.3 ms (H200).
-    cudaStream_t next_stream() const { return copies_[dmas_ / kTurn % kStreams]; }
+    cudaStream_t next_stream() const { return copies_[turn_ == 0 ? 0 : dmas_ / turn_ % kStreams]; }
 
     cudaStream_t next_copies() {
         last_stream_ = next_stream();
@@ -163,10 +164,10 @@ class CudaRing final : public StagingRing {
     }
 
     static constexpr size_t kStreams = 2;
-    static constexpr size_t kTurn = 2;  // slots
 
     int device_;
     size_t slot_bytes_;
+    size_t turn_;  // slots; 0: the stream never changes
     void* memory_ = nullptr;
     cudaStream_t copies_[kStreams] = {};
     size_t dmas_ = 0;
@@ -179,8 +180,8 @@ class CudaRing final : public StagingRing {
 
 }  // namespace
 
-std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots) {
-    return std::make_unique<CudaRing>(device, slot_bytes, num_slots);
+std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots, int turn) {
+    return std::make_unique<CudaRing>(device, slot_bytes, num_slots, turn);
 }
 
 }  // namespace kvcache

@@ -35,6 +35,6 @@ void cuda_copy(const std::vector<Span>&, const std::vector<Span>&, int, uint64_t
     throw std::runtime_error(kReason);
 }
 void cuda_zero(const std::vector<Span>&, int, uint64_t) { throw std::runtime_error(kReason); }
-std::unique_ptr<StagingRing> make_cuda_ring(int, size_t, int) { throw std::runtime_error(kReason); }
+std::unique_ptr<StagingRing> make_cuda_ring(int, size_t, int, int) { throw std::runtime_error(kReason); }
 
 }  // namespace kvcache

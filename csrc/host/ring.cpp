@@ -46,15 +46,18 @@ class HostRing final : public StagingRing {
 
 }  // namespace
 
-std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots) {
+std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots, int turn) {
     if (slot_bytes == 0 || num_slots < 1)
         throw std::invalid_argument("a ring of " + std::to_string(num_slots) + " slots of " +
                                     std::to_string(slot_bytes) + " bytes; both must be above 0");
+    if (turn < 0)
+        throw std::invalid_argument("a ring whose DMAs change streams after " + std::to_string(turn) +
+                                    " slots; 0 (never) and above are accepted");
     if (slot_bytes > PTRDIFF_MAX / static_cast<size_t>(num_slots) - kPartAlignment)
         throw std::invalid_argument("a ring of " + std::to_string(num_slots) + " slots of " +
                                     std::to_string(slot_bytes) + " bytes; less than 2^63 bytes are accepted");
     slot_bytes = (slot_bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
-    if (device >= 0) return make_cuda_ring(device, slot_bytes, num_slots);
+    if (device >= 0) return make_cuda_ring(device, slot_bytes, num_slots, turn);
     return std::make_unique<HostRing>(slot_bytes, static_cast<size_t>(num_slots));
 }
 

@@ -24,11 +24,12 @@ class StagingRing {
     virtual void record(uint64_t event) = 0;
 };
 
-// Device -1: a ring in host memory that copies at once. Throws std::invalid_argument for sizes of 0, and
-// std::runtime_error where memory cannot be had.
-std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots);
+// `turn`: so many slots' DMAs go to one stream, the next ones to another one behind them, so that copies of
+// others get in between; 0: all go to one. Device -1: a ring in host memory that copies at once. Throws
+// std::invalid_argument for sizes of 0 and a turn below 0, and std::runtime_error where memory cannot be had.
+std::unique_ptr<StagingRing> make_ring(int device, size_t slot_bytes, int num_slots, int turn);
 
 // For make_ring.
-std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots);
+std::unique_ptr<StagingRing> make_cuda_ring(int device, size_t slot_bytes, int num_slots, int turn);
 
 }  // namespace kvcache

@@ -2,10 +2,10 @@
 """Loads that no step waits for, handed to the copy stream in slices by a thread of its own.
 
 A CUDA stream takes about a thousand operations that have not run yet; the call that adds one more waits until
-there is room, and others that launch something may wait behind it. A staged load has six operations for each
-16 MiB, so that whoever hands over some GiB at once may stand still for most of the copy: were that vLLM's
-thread, all requests that decode would. Here a dozen slices at most are under way, and a load that a step does
-wait for gets in between them.
+there is room, and others that launch something may wait behind it. A staged load has seven operations for
+each slot of its ring, 8 MiB, so that whoever hands over some GiB at once may stand still for most of the
+copy: were that vLLM's thread, all requests that decode would. Here a dozen slices at most are under way, and
+a load that a step does wait for gets in between them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvcache.gpu_connector.transfer_plan import Chunks
 logger = logging.getLogger("vllm.kvcache")
 
 SLICE_BYTES = 64 << 20
-"""All slots of a staging ring: 1.2 ms of a PCIe 5 x16 link, and some 0.1 ms to hand over."""
+"""Twice the slots of its staging ring: 1.2 ms of a PCIe 5 x16 link, and some 0.1 ms to hand over."""
 SLICES_IN_FLIGHT = 4
 """Not done yet: so much that the link does not run dry while the thread waits for its turn (5 ms), so little
 that their operations are a tenth of what a stream takes."""
 LAST_SLICES = 8
 """Of a load, so many more may be under way: 15 ms with those, in which vLLM takes the request of a load whose
-copies are all queued into a batch. Some 300 operations."""
+copies are all queued into a batch. Some 300 operations a stream."""
 _CLOSE_TIMEOUT_S = 5.0
 
 

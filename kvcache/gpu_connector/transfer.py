@@ -38,6 +38,10 @@ tokens of an 8B model), and the model runs just behind the copies."""
 _GROUP_BYTES = 256 << 20
 """And so much, 5 ms of the link, which the model's start takes anyway: in a short load fewer groups are to be
 handed over and waited for."""
+_TURN = 8
+"""Slots of a load that a step waits for until its DMAs change streams: others get in between every 2.4 ms,
+for 0.3 % of the rate. A load beside the model changes after every slot, for what waits then are steps of
+requests that decode; a store never does: nobody else moves much that way."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
 
@@ -48,10 +52,11 @@ class _Lane:
     Args:
         device: CUDA's number of it, -1 for host memory.
         slot_bytes: of the ring's `RING_SLOTS` slots, in device memory; on the CPU made when first asked for.
+        turn: slots until the ring's DMAs change streams, 0 for never.
     """
 
-    def __init__(self, device: int, slot_bytes: int) -> None:
-        self._make_ring = partial(_native.StagingRing, device, slot_bytes, RING_SLOTS)
+    def __init__(self, device: int, slot_bytes: int, turn: int) -> None:
+        self._make_ring = partial(_native.StagingRing, device, slot_bytes, RING_SLOTS, turn)
         self._ring: _native.StagingRing | None = None
         self.stream: torch.cuda.Stream | None = None
         if device >= 0:
@@ -76,7 +81,8 @@ class PageTransfer:
 
     Args:
         pages: of all layers.
-        ring_slot_bytes: of a staging ring's slots (on a GPU: three rings of `RING_SLOTS` in device memory).
+        ring_slot_bytes: of a staging ring's slots (on a GPU: three rings of `RING_SLOTS` in device memory; in
+            that of loads beside the model they are half as large).
 
     Attributes:
         store_way: the way of stores, `load_way` that of loads, and `quiet_load_way` that of those that no
@@ -89,9 +95,10 @@ class PageTransfer:
         self.pages = pages
         self._feeder = Feeder()
         # One a kind, so that a load queues neither behind a store nor behind a long load beside the model.
-        self._stores = _Lane(pages.device, ring_slot_bytes)
-        self._loads = _Lane(pages.device, ring_slot_bytes)
-        self._quiet_loads = _Lane(pages.device, ring_slot_bytes)
+        self._stores = _Lane(pages.device, ring_slot_bytes, turn=0)
+        self._loads = _Lane(pages.device, ring_slot_bytes, _TURN)
+        # The inputs of a model that decodes wait for one slot at most: smaller ones.
+        self._quiet_loads = _Lane(pages.device, ring_slot_bytes // 2, turn=1)
         way = TransferWay(Way.HOST) if pages.device < 0 else TransferWay(Way.STAGED, blocks=_BLOCKS)
         self.store_way = self.load_way = self.quiet_load_way = way
 

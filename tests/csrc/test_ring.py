@@ -69,6 +69,8 @@ def test_bad_rings_and_batches_are_refused() -> None:
         _native.StagingRing(-1, 64, 0)
     with pytest.raises(ValueError, match="a ring of 4 slots of 0 bytes"):
         _native.StagingRing(-1, 0, 4)
+    with pytest.raises(ValueError, match="change streams after -1 slots"):
+        _native.StagingRing(-1, 64, 4, turn=-1)
     for slot_bytes in (1 << 62, (1 << 64) - 100):
         with pytest.raises(ValueError, match=r"a ring of 4 slots of \d+ bytes; less than 2\^63 bytes"):
             _native.StagingRing(-1, slot_bytes, 4)
