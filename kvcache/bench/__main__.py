@@ -16,6 +16,7 @@ import torch
 
 from kvcache.bench import policy_cli
 from kvcache.bench.alloc import alloc_results, metadata_results
+from kvcache.bench.decoding import decoding_results
 from kvcache.bench.disk import SIZES, disk_results
 from kvcache.bench.disk_index import index_results
 from kvcache.bench.down import down_results
@@ -43,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     transfer.add_argument(
         "--ring-slot-mib", type=int, default=RING_SLOT_BYTES >> 20, help="size of a staging ring's slots"
     )
-    transfer.add_argument("--no-overlap", action="store_true", help="leave out both directions at once")
+    transfer.add_argument(
+        "--no-overlap", action="store_true", help="leave out what copies and products do to each other"
+    )
     for part in (
         transfer,
         what.add_parser("hash", help="chained hashes"),
@@ -123,6 +126,10 @@ def _transfer(options: argparse.Namespace) -> dict[str, Any]:
             report["overlap"] = _rows(
                 map(dataclasses.asdict, overlap_results(device)),
                 "way blocks both_rate plain_both_rate matmul_ms matmul_busy_ms matmul_loss both_rate_beside",
+            )
+            report["decoding"] = _rows(
+                map(dataclasses.asdict, decoding_results(device)),
+                "way blocks load_rate step_ms busy_ms loss",
             )
     return report
 

@@ -11,6 +11,7 @@ import torch
 
 from kvcache.bench import __main__ as command
 from kvcache.bench.alloc import alloc_results, metadata_results
+from kvcache.bench.decoding import decoding_results
 from kvcache.bench.hashing import hash_results
 from kvcache.bench.shapes import CPU_SHAPES, SHAPES, Shape
 from kvcache.bench.transfer import Bench, transfer_results
@@ -50,6 +51,14 @@ def test_results() -> None:
     assert [result.direction for result in rest] == ["load"]
     assert one.bytes > 0.5 * (1 << 20)
     assert one.ratio == one.rate / one.plain_rate > 0
+
+
+def test_loads_beside_products() -> None:
+    results = list(decoding_results(CPU, total_bytes=4 << 20))
+    assert [result.way for result in results] == ["plain", "host"]
+    for result in results:
+        assert min(result.load_rate, result.step_ms, result.busy_ms) > 0
+        assert result.loss == result.busy_ms / result.step_ms - 1
 
 
 def test_hashes_and_allocations() -> None:
