@@ -36,12 +36,20 @@ void check(const Pages& pages) {
             throw std::invalid_argument("Pages: layer " +
                                         std::to_string(static_cast<int64_t>(i) / pages.layout.planes) +
                                         " has the address 0");
+    const int64_t row = pages.layout.row_bytes();
+    if (pages.coded &&
+        (row % (2 * kCodedElements) != 0 || row > 2 * kLongestCodedRow || pages.layout.head_bytes % 16 != 0))
+        throw std::invalid_argument(
+            "Pages: rows of " + std::to_string(pages.layout.heads) + " heads of " +
+            std::to_string(pages.layout.head_bytes) +
+            " bytes; coded ones have a multiple of 64 bytes, at most 131072, and heads "
+            "of a multiple of 16");
 }
 
-Pages make_pages(const py::object& addresses, const PagedLayout& layout, int device) {
+Pages make_pages(const py::object& addresses, const PagedLayout& layout, int device, bool coded) {
     const auto array = vector_of<uint64_t>("bases", addresses);
     nested_extent("PagedLayout", steps(layout, true), layout.head_bytes);
-    Pages pages{layout, {}, device};
+    Pages pages{layout, {}, device, coded};
     for (py::ssize_t layer = 0; layer < array.size(); ++layer)
         for (int64_t plane = 0; plane < layout.planes; ++plane)
             pages.bases.push_back(array.at(layer) + static_cast<uint64_t>(plane * layout.kv_stride));
@@ -105,7 +113,7 @@ BoundBatch many_chunks(const Pages& pages, const py::object& addresses, const py
     BoundBatch bound = one_chunk(pages, 0, slot_mapping, store, token_major, layer_begin, layer_end);
     bound.batch.chunks.clear();
     for (py::ssize_t i = 0; i < address.size(); ++i)
-        bound.batch.chunks.push_back({address.at(i), start.at(i), end.at(i)});
+        bound.batch.chunks.push_back({address.at(i), start.at(i), end.at(i), static_cast<uint32_t>(i)});
     return bound;
 }
 
@@ -160,26 +168,38 @@ void register_transfer(py::module_& m) {
         .def("__repr__", &describe);
 
     py::class_<Pages>(m, "Pages")
-        .def(py::init(&make_pages), "bases"_a, "layout"_a, "device"_a = -1)
+        .def(py::init(&make_pages), "bases"_a, "layout"_a, "device"_a = -1, "coded"_a = false)
         .def_static("unilateral", &make_unilateral, "key_bases"_a, "value_bases"_a, "layout"_a,
                     "device"_a = -1)
         .def_readonly("layout", &Pages::layout)
         .def_readonly("device", &Pages::device)
+        .def_readonly("coded", &Pages::coded)
+        .def("uncoded",
+             [](const Pages& pages) {
+                 Pages plain = pages;
+                 plain.coded = false;
+                 return plain;
+             })
+        .def_property_readonly("chunk_row_bytes", &Pages::chunk_row_bytes)
+        .def_property_readonly("chunk_token_bytes", &Pages::chunk_token_bytes)
         .def_property_readonly("num_layers", &Pages::layers);
 
+    m.def("coded_row_bytes", &coded_row_bytes, "elements"_a);
+    m.def("code_exceptions", &code_exceptions, "elements"_a);
     m.def(
         "batched_kv_transfer",
         [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
            const py::object& slot_mapping, bool store, bool token_major, int64_t layer_begin,
-           std::optional<int64_t> layer_end, uint64_t stream, int blocks) {
-            const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
-                                                 token_major, layer_begin, layer_end);
+           std::optional<int64_t> layer_end, uint64_t stream, int blocks, uint64_t refused) {
+            BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store, token_major,
+                                           layer_begin, layer_end);
+            bound.batch.refused = reinterpret_cast<int32_t*>(refused);
             const py::gil_scoped_release release;
             transfer(pages, bound.batch, stream, blocks);
         },
         "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
         "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0,
-        "blocks"_a = 0);
+        "blocks"_a = 0, "refused"_a = 0);
     m.def(
         "strided_dma_transfer",
         [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
@@ -222,15 +242,16 @@ void register_transfer(py::module_& m) {
             "transfer",
             [](StagingRing& ring, const Pages& pages, const py::object& addresses, const py::object& starts,
                const py::object& ends, const py::object& slot_mapping, bool store, int64_t layer_begin,
-               std::optional<int64_t> layer_end, uint64_t stream, int blocks) {
-                const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
-                                                     true, layer_begin, layer_end);
+               std::optional<int64_t> layer_end, uint64_t stream, int blocks, uint64_t refused) {
+                BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store, true,
+                                               layer_begin, layer_end);
+                bound.batch.refused = reinterpret_cast<int32_t*>(refused);
                 const py::gil_scoped_release release;
                 check(pages, bound.batch);
                 ring.transfer(pages, bound.batch, stream, blocks);
             },
             "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
-            "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0, "blocks"_a = 0)
+            "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0, "blocks"_a = 0, "refused"_a = 0)
         .def("record", &StagingRing::record, "event"_a, py::call_guard<py::gil_scoped_release>());
 }
 

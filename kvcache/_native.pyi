@@ -170,11 +170,23 @@ class PagedLayout:
 
 @final
 class Pages:
-    """The pages of all layers. `bases`: uint64, one address a layer. `device`: CUDA device, -1 for host
-    memory.
+    """The pages of all layers.
+
+    Args:
+        bases: uint64, one address a layer.
+        layout: of each.
+        device: CUDA device, -1 for host memory.
+        coded: chunks hold each row (a token's keys, or its values, of one layer) of bfloat16 in fewer bytes,
+            without loss (format: `csrc/include/row_codec.h`).
+
+    Raises:
+        ValueError: the address 0; with `coded` rows that are no multiple of 64 bytes, or heads of no multiple
+            of 16.
     """
 
-    def __init__(self, bases: npt.NDArray[np.uint64], layout: PagedLayout, device: int = -1) -> None: ...
+    def __init__(
+        self, bases: npt.NDArray[np.uint64], layout: PagedLayout, device: int = -1, coded: bool = False
+    ) -> None: ...
     @staticmethod
     def unilateral(
         key_bases: npt.NDArray[np.uint64],
@@ -190,6 +202,24 @@ class Pages:
     def device(self) -> int: ...
     @property
     def num_layers(self) -> int: ...
+    @property
+    def coded(self) -> bool: ...
+    def uncoded(self) -> Pages:
+        """The same pages, for chunks that hold rows as they are."""
+
+    @property
+    def chunk_row_bytes(self) -> int:
+        """Of a token's keys, or of its values, of one layer in a chunk."""
+
+    @property
+    def chunk_token_bytes(self) -> int:
+        """Of a token's KV of one layer in a chunk."""
+
+def coded_row_bytes(elements: int) -> int:
+    """Of a coded row of so many elements, a multiple of 32."""
+
+def code_exceptions(elements: int) -> int:
+    """Elements of a coded row of so many that may be kept as they are."""
 
 def batched_kv_transfer(
     pages: Pages,
@@ -204,6 +234,7 @@ def batched_kv_transfer(
     layer_end: int | None = None,
     stream: int = 0,
     blocks: int = 0,
+    refused: int = 0,
 ) -> None:
     """Copies pages to chunks (`store`) or back: one call for many chunks that share a slot mapping.
 
@@ -211,6 +242,9 @@ def batched_kv_transfer(
     as `[layers, tokens, planes, row]` (`token_major`) or `[planes, layers, tokens, row]`, from `addresses[i]`
     on. Host pages: done on return. CUDA pages: queued on `stream`; chunks lie in device or page-locked memory
     and `blocks` thread blocks (0: one a multiprocessor) do the work.
+
+    A store of coded rows sets, of the int32 [chunks] at the address `refused` (page-locked for CUDA pages),
+    those of chunks to 1 in which a row has no code: such a chunk is worth nothing.
 
     Raises:
         ValueError: a chunk outside of the mapping or a slot that is neither -1 (skip) nor within the pages;
@@ -292,6 +326,7 @@ class StagingRing:
         layer_end: int | None = None,
         stream: int = 0,
         blocks: int = 0,
+        refused: int = 0,
     ) -> None:
         """`batched_kv_transfer` of token-major chunks through the ring.
 

@@ -71,9 +71,13 @@ def kv_transfer(
         token_major: see `memory`.
 
     Raises:
-        ValueError: memory that is not contiguous or has not the bytes of L x T tokens, a device on which the
-            pages cannot reach it, or a slot outside of the pages. Nothing was written.
+        ValueError: pages of coded rows, memory that is not contiguous or has not the bytes of L x T tokens, a
+            device on which the pages cannot reach it, or a slot outside of the pages. Nothing was written.
     """
+    if pages.coded:
+        raise ValueError(
+            "chunks of these pages hold coded rows; pages whose chunks hold plain rows are accepted"
+        )
     slots = _slots(slot_mapping)
     _check_contiguous("the packed tensor", memory)
     expected = pages.num_layers * len(slots) * pages.layout.token_bytes

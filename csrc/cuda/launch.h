@@ -28,6 +28,9 @@ class Launch {
     void done(cudaStream_t stream);
 
   private:
+    TransferArgs arguments(size_t begin, size_t end, int64_t layer_begin, int64_t layers) const;
+    void run_coded(const TransferArgs& copy, uint32_t longest, int blocks, cudaStream_t stream) const;
+
     const Pages& pages_;
     const Batch& batch_;
     std::unique_ptr<Descriptors> tables_;

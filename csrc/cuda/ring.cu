@@ -94,9 +94,13 @@ class CudaRing final : public StagingRing {
 
     static Piece piece(const Pages& pages, const Part& part, uint64_t slot) {
         const int64_t tokens = part.token_end - part.token_begin;
-        const ChunkStrides strides = chunk_strides(pages.layout, part.layer_count, tokens, true);
-        return {slot + part.offset, strides.layer, strides.kv, static_cast<uint32_t>(part.token_begin),
-                static_cast<uint32_t>(tokens)};
+        const ChunkStrides strides = chunk_strides(pages, part.layer_count, tokens, true);
+        return {slot + part.offset,
+                strides.layer,
+                strides.kv,
+                static_cast<uint32_t>(part.token_begin),
+                static_cast<uint32_t>(tokens),
+                part.chunk};
     }
 
     static void add(Copies& copies, uint64_t slot, const Part& part, bool store) {

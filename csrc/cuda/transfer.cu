@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "coded.cuh"
 #include "cuda_check.h"
 #include "device.h"
 #include "launch.h"
@@ -17,6 +18,24 @@ void launch_as(const TransferArgs& args, bool store, int blocks, cudaStream_t st
         transfer_kernel<Vector, true><<<blocks, kThreads, 0, stream>>>(args);
     else
         transfer_kernel<Vector, false><<<blocks, kThreads, 0, stream>>>(args);
+}
+
+int all_multiprocessors() {
+    int device = 0, count = 0;
+    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+    cuda_check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute");
+    return count;
+}
+
+// Thread blocks of a launch over `units` of work: `blocks`, or one a multiprocessor for 0, or less where
+// there is less to do.
+int grid(uint64_t units, int blocks) {
+    if (units > UINT32_MAX)
+        throw std::invalid_argument("a launch of " + std::to_string(units) +
+                                    " units of work; split the batch");
+    if (blocks <= 0) blocks = all_multiprocessors();
+    return static_cast<int>(std::min<uint64_t>(static_cast<uint64_t>(blocks), units));
 }
 
 }  // namespace
@@ -50,23 +69,9 @@ size_t Launch::add(const Piece& piece) {
 
 void Launch::upload(cudaStream_t stream) { tables_->upload(bytes_, stream); }
 
-void Launch::run(size_t begin, size_t end, int64_t layer_begin, int64_t layers, int blocks,
-                 cudaStream_t stream) {
+TransferArgs Launch::arguments(size_t begin, size_t end, int64_t layer_begin, int64_t layers) const {
     const PagedLayout& page = pages_.layout;
-    const auto* const host_pieces = reinterpret_cast<const Piece*>(tables_->host() + bases_bytes_);
-    uint32_t longest = 0;
-    for (size_t i = begin; i < end; ++i) longest = std::max(longest, host_pieces[i].tokens);
-    if (longest == 0 || layers == 0) return;
-
-    const ChunkStrides strides = chunk_strides(page, layers, longest, batch_.token_major);
-    const RunShape shape = run_shape(pages_, strides);
-    uint64_t alignment = addresses_ | static_cast<uint64_t>(shape.bytes | page.block_stride |
-                                                            page.token_stride | strides.token);
-    if (shape.heads > 1) alignment |= static_cast<uint64_t>(page.head_stride | page.head_bytes);
-    for (const uint64_t base : pages_.bases) alignment |= base;
-    const auto width = static_cast<uint32_t>(std::min<uint64_t>(alignment & -alignment, sizeof(uint4)));
-
-    TransferArgs args;
+    TransferArgs args{};
     args.bases = reinterpret_cast<const uint64_t*>(tables_->device());
     args.pieces = reinterpret_cast<const Piece*>(tables_->device() + bases_bytes_) + begin;
     args.slots = reinterpret_cast<const int32_t*>(tables_->device() + bases_bytes_ + pieces_bytes_);
@@ -74,29 +79,40 @@ void Launch::run(size_t begin, size_t end, int64_t layer_begin, int64_t layers, 
     args.layers = static_cast<uint32_t>(layers);
     args.layer_begin = static_cast<uint32_t>(layer_begin);
     args.base_planes = static_cast<uint32_t>(page.planes);
+    args.block_size = FastDivisor(static_cast<uint32_t>(page.block_size));
+    args.block_stride = page.block_stride;
+    args.token_stride = page.token_stride;
+    args.head_stride = page.head_stride;
+    return args;
+}
+
+void Launch::run(size_t begin, size_t end, int64_t layer_begin, int64_t layers, int blocks,
+                 cudaStream_t stream) {
+    const PagedLayout& page = pages_.layout;
+    const auto* const host_pieces = reinterpret_cast<const Piece*>(tables_->host() + bases_bytes_);
+    uint32_t longest = 0;
+    for (size_t i = begin; i < end; ++i) longest = std::max(longest, host_pieces[i].tokens);
+    if (longest == 0 || layers == 0) return;
+    TransferArgs args = arguments(begin, end, layer_begin, layers);
+    if (pages_.coded) return run_coded(args, longest, blocks, stream);
+
+    const ChunkStrides strides = chunk_strides(pages_, layers, longest, batch_.token_major);
+    const RunShape shape = run_shape(pages_, strides);
+    uint64_t alignment = addresses_ | static_cast<uint64_t>(shape.bytes | page.block_stride |
+                                                            page.token_stride | strides.token);
+    if (shape.heads > 1) alignment |= static_cast<uint64_t>(page.head_stride | page.head_bytes);
+    for (const uint64_t base : pages_.bases) alignment |= base;
+    const auto width = static_cast<uint32_t>(std::min<uint64_t>(alignment & -alignment, sizeof(uint4)));
+
     args.planes = static_cast<uint32_t>(shape.planes);
     args.heads = static_cast<uint32_t>(shape.heads);
     args.vectors_per_run = static_cast<uint32_t>(shape.bytes) / width;
     const uint32_t vectors = args.planes * args.heads * args.vectors_per_run;
     args.tokens_per_unit = kThreads / std::min<uint32_t>(vectors, kThreads) * kInFlight;
     args.units_per_slice = (longest + args.tokens_per_unit - 1) / args.tokens_per_unit;
-    args.block_size = FastDivisor(static_cast<uint32_t>(page.block_size));
-    args.block_stride = page.block_stride;
-    args.token_stride = page.token_stride;
-    args.head_stride = page.head_stride;
     args.chunk_token_stride = strides.token;
 
-    const uint64_t units = uint64_t{args.num_pieces} * args.layers * args.units_per_slice;
-    if (units > UINT32_MAX)
-        throw std::invalid_argument("a launch of " + std::to_string(units) +
-                                    " units of work; split the batch");
-    if (blocks <= 0) {
-        int device = 0;
-        cuda_check(cudaGetDevice(&device), "cudaGetDevice");
-        cuda_check(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device),
-                   "cudaDeviceGetAttribute");
-    }
-    blocks = static_cast<int>(std::min<uint64_t>(static_cast<uint64_t>(blocks), units));
+    blocks = grid(uint64_t{args.num_pieces} * args.layers * args.units_per_slice, blocks);
     switch (width) {
         case 16:
             launch_as<uint4>(args, batch_.store, blocks, stream);
@@ -117,6 +133,32 @@ void Launch::run(size_t begin, size_t end, int64_t layer_begin, int64_t layers, 
     cuda_check(cudaGetLastError(), "launch of the transfer kernel");
 }
 
+void Launch::run_coded(const TransferArgs& copy, uint32_t longest, int blocks, cudaStream_t stream) const {
+    const PagedLayout& page = pages_.layout;
+    const bool contiguous = page.heads == 1 || page.head_stride == page.head_bytes;
+    const int64_t head_bytes = contiguous ? page.row_bytes() : page.head_bytes;
+    auto alignment = addresses_ | static_cast<uint64_t>(page.block_stride | page.token_stride | head_bytes);
+    if (!contiguous) alignment |= static_cast<uint64_t>(page.head_stride);
+    for (const uint64_t base : pages_.bases) alignment |= base;
+    if (alignment % sizeof(uint4) != 0)
+        throw std::invalid_argument(
+            "coded rows at addresses or distances that are no multiples of 16 bytes; store them as they are");
+    CodedArgs args{copy, static_cast<uint32_t>(pages_.row_elements()), static_cast<uint32_t>(head_bytes / 2),
+                   longest, batch_.refused};
+    args.copy.planes = static_cast<uint32_t>(page.planes);
+    args.copy.chunk_token_stride = pages_.chunk_token_bytes();
+    const uint64_t rows = uint64_t{copy.num_pieces} * copy.layers * longest * args.copy.planes;
+    constexpr uint32_t kRows = kThreads / kWarp;
+    blocks = grid((rows + kRows - 1) / kRows, blocks);
+    if (rows + static_cast<uint64_t>(blocks) * kRows > UINT32_MAX)
+        throw std::invalid_argument("a launch of " + std::to_string(rows) + " coded rows; split the batch");
+    if (batch_.store)
+        coded_kernel<true><<<blocks, kThreads, 0, stream>>>(args);
+    else
+        coded_kernel<false><<<blocks, kThreads, 0, stream>>>(args);
+    cuda_check(cudaGetLastError(), "launch of the kernel of coded rows");
+}
+
 void Launch::done(cudaStream_t stream) { tables_->done(stream); }
 
 void cuda_transfer(const Pages& pages, const Batch& batch, uint64_t stream_handle, int blocks) {
@@ -125,10 +167,9 @@ void cuda_transfer(const Pages& pages, const Batch& batch, uint64_t stream_handl
     const int64_t layers = batch.layer_end - batch.layer_begin;
     Launch launch(pages, batch, batch.chunks.size());
     for (const ChunkRef& chunk : batch.chunks) {
-        const ChunkStrides strides =
-            chunk_strides(pages.layout, layers, chunk.end - chunk.start, batch.token_major);
+        const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
         launch.add({chunk.address, strides.layer, strides.kv, static_cast<uint32_t>(chunk.start),
-                    static_cast<uint32_t>(chunk.end - chunk.start)});
+                    static_cast<uint32_t>(chunk.end - chunk.start), chunk.number});
     }
     launch.upload(stream);
     launch.run(0, batch.chunks.size(), batch.layer_begin, layers, blocks, stream);

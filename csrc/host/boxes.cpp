@@ -42,13 +42,15 @@ std::vector<LayerGroup> equidistant_layers(const Pages& pages, const Batch& batc
 }  // namespace
 
 std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
+    if (pages.coded)
+        throw std::invalid_argument("the copy engine moves rows as they are; coded ones need another way");
     const PagedLayout& page = pages.layout;
     const int64_t layers = batch.layer_end - batch.layer_begin;
     const bool across_blocks = page.block_stride == page.block_size * page.token_stride;
     const std::vector<LayerGroup> groups = equidistant_layers(pages, batch);
     std::vector<Box> boxes;
     for (const ChunkRef& chunk : batch.chunks) {
-        const ChunkStrides strides = chunk_strides(page, layers, chunk.end - chunk.start, batch.token_major);
+        const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
         const RunShape shape = run_shape(pages, strides);
         for (const SlotRun& run : slot_runs(page, batch.slots, chunk.start, chunk.end, across_blocks)) {
             for (const LayerGroup& group : groups) {

@@ -12,7 +12,7 @@ bool any_skipped(const int64_t* slots, int64_t begin, int64_t end) {
 
 void cut_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, size_t slot_bytes,
                std::vector<Part>& parts) {
-    const int64_t token_bytes = pages.layout.token_bytes();
+    const int64_t token_bytes = pages.chunk_token_bytes();
     const int64_t tokens = chunk.end - chunk.start, layers = batch.layer_end - batch.layer_begin;
     const int64_t layer_bytes = tokens * token_bytes;
     const auto room = static_cast<int64_t>(slot_bytes);
@@ -22,7 +22,7 @@ void cut_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, si
         parts.push_back({chunk.address + static_cast<uint64_t>(layer * layer_bytes + token * token_bytes),
                          static_cast<size_t>(layer_count * count * token_bytes), 0, begin, begin + count,
                          batch.layer_begin + layer, layer_count,
-                         any_skipped(batch.slots, begin, begin + count)});
+                         any_skipped(batch.slots, begin, begin + count), chunk.number});
     };
     if (layer_bytes <= room) {
         const int64_t step = room / layer_bytes;
@@ -42,9 +42,9 @@ Segments plan_segments(const Pages& pages, const Batch& batch, size_t slot_bytes
     if (!batch.token_major)
         throw std::invalid_argument(
             "staging needs token-major chunks, whose layers are contiguous; copy others directly");
-    if (static_cast<int64_t>(slot_bytes) < pages.layout.token_bytes())
+    if (static_cast<int64_t>(slot_bytes) < pages.chunk_token_bytes())
         throw std::invalid_argument("a ring slot of " + std::to_string(slot_bytes) +
-                                    " bytes holds no token of " + std::to_string(pages.layout.token_bytes()) +
+                                    " bytes holds no token of " + std::to_string(pages.chunk_token_bytes()) +
                                     " bytes; make the slots larger");
     Segments plan;
     for (const ChunkRef& chunk : batch.chunks) cut_chunk(pages, batch, chunk, slot_bytes, plan.parts);
@@ -73,7 +73,7 @@ Batch slot_batch(const Batch& batch, const Segments& plan, const Segment& segmen
     part_batch.chunks.clear();
     for (size_t i = segment.first; i < segment.first + segment.count; ++i) {
         const Part& part = plan.parts[i];
-        part_batch.chunks.push_back({slot + part.offset, part.token_begin, part.token_end});
+        part_batch.chunks.push_back({slot + part.offset, part.token_begin, part.token_end, part.chunk});
     }
     return part_batch;
 }

@@ -2,8 +2,10 @@
 #include "transfer.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 
+#include "device.h"
 #include "slot_runs.h"
 #include "stream_copy.h"
 
@@ -18,7 +20,7 @@ struct Loop {
 void copy_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, Copy copy) {
     const PagedLayout& page = pages.layout;
     const int64_t layers = batch.layer_end - batch.layer_begin;
-    const ChunkStrides strides = chunk_strides(page, layers, chunk.end - chunk.start, batch.token_major);
+    const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
     const RunShape shape = run_shape(pages, strides);
     const auto runs = slot_runs(page, batch.slots, chunk.start, chunk.end, shape.blocks_contiguous);
     char* const memory = reinterpret_cast<char*>(chunk.address);
@@ -52,10 +54,52 @@ void copy_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, C
     }
 }
 
+// Chunks of coded rows. False where a row has no code.
+bool copy_coded_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk) {
+    const PagedLayout& page = pages.layout;
+    const int64_t layers = batch.layer_end - batch.layer_begin, elements = pages.row_elements();
+    const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, true);
+    std::vector<uint16_t> row(static_cast<size_t>(elements));
+    bool all = true;
+    for (int64_t layer = 0; layer < layers; ++layer) {
+        for (int64_t token = 0; token < chunk.end - chunk.start; ++token) {
+            const int64_t slot = batch.slots[chunk.start + token];
+            if (slot < 0) continue;
+            for (int64_t plane = 0; plane < page.planes; ++plane) {
+                const auto base_of = static_cast<size_t>((batch.layer_begin + layer) * page.planes + plane);
+                char* const paged = reinterpret_cast<char*>(pages.bases[base_of]) +
+                                    slot / page.block_size * page.block_stride +
+                                    slot % page.block_size * page.token_stride;
+                auto* const coded = reinterpret_cast<uint8_t*>(chunk.address) + layer * strides.layer +
+                                    token * strides.token + plane * strides.kv;
+                char* const packed = reinterpret_cast<char*>(row.data());
+                const auto bytes = static_cast<size_t>(page.head_bytes);
+                if (!batch.store) decode_row(coded, elements, row.data());
+                for (int64_t head = 0; head < page.heads; ++head) {
+                    char* const there = paged + head * page.head_stride;
+                    char* const here = packed + head * page.head_bytes;
+                    std::memcpy(batch.store ? here : there, batch.store ? there : here, bytes);
+                }
+                if (batch.store) all = encode_row(row.data(), elements, coded) && all;
+            }
+        }
+    }
+    return all;
+}
+
 }  // namespace
 
 void check(const Pages& pages, const Batch& batch) {
     const PagedLayout& page = pages.layout;
+    if (pages.coded && !batch.token_major)
+        throw std::invalid_argument("coded rows lie token by token; token-major chunks are accepted");
+    if (pages.coded && batch.store && batch.refused == nullptr)
+        throw std::invalid_argument(
+            "a store of coded rows without the address of numbers to say which chunk has none; give it");
+    if (pages.coded && batch.store && pages.device >= 0 && !device_reaches(batch.refused))
+        throw std::invalid_argument(
+            "the numbers of refused chunks are in memory that the device does not reach; page-locked is "
+            "accepted");
     if (batch.layer_begin < 0 || batch.layer_end > pages.layers() || batch.layer_begin >= batch.layer_end)
         throw std::invalid_argument("layers " + std::to_string(batch.layer_begin) + " to " +
                                     std::to_string(batch.layer_end) + " are not within the " +
@@ -78,6 +122,11 @@ void check(const Pages& pages, const Batch& batch) {
 }
 
 void host_transfer(const Pages& pages, const Batch& batch) {
+    if (pages.coded) {
+        for (const ChunkRef& chunk : batch.chunks)
+            if (!copy_coded_chunk(pages, batch, chunk)) batch.refused[chunk.number] = 1;
+        return;
+    }
     int64_t tokens = 0;
     for (const ChunkRef& chunk : batch.chunks) tokens += chunk.end - chunk.start;
     const int64_t bytes = tokens * pages.layout.token_bytes() * (batch.layer_end - batch.layer_begin);

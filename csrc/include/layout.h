@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "row_codec.h"
+
 namespace kvcache {
 
 // One layer's pages over a base pointer:
@@ -96,14 +98,20 @@ struct Pages {
     PagedLayout layout;
     std::vector<uint64_t> bases;  // [layers * planes]
     int device = -1;              // CUDA device, -1 for host memory
+    bool coded = false;           // chunks hold coded rows (see row_codec.h): the elements are bfloat16
 
     int64_t layers() const { return static_cast<int64_t>(bases.size()) / layout.planes; }
+    int64_t row_elements() const { return layout.row_bytes() / 2; }  // of coded rows
+    // Of a token of one layer in a chunk.
+    int64_t chunk_row_bytes() const { return coded ? coded_row_bytes(row_elements()) : layout.row_bytes(); }
+    int64_t chunk_token_bytes() const { return layout.planes * chunk_row_bytes(); }
 };
 
 // One chunk of memory and the tokens of the slot mapping that belong to it.
 struct ChunkRef {
     uint64_t address;
-    int64_t start, end;  // token indices into the slot mapping
+    int64_t start, end;   // token indices into the slot mapping
+    uint32_t number = 0;  // of the caller's chunks
 };
 
 // Strides of a chunk that holds `tokens` tokens of `layers` layers.
@@ -113,10 +121,9 @@ struct ChunkStrides {
     int64_t layer, kv, token;
 };
 
-inline ChunkStrides chunk_strides(const PagedLayout& layout, int64_t layers, int64_t tokens,
-                                  bool token_major) {
-    const int64_t row = layout.row_bytes();
-    if (token_major) return {tokens * layout.token_bytes(), row, layout.token_bytes()};
+inline ChunkStrides chunk_strides(const Pages& pages, int64_t layers, int64_t tokens, bool token_major) {
+    const int64_t row = pages.chunk_row_bytes(), token = pages.chunk_token_bytes();
+    if (token_major) return {tokens * token, row, token};
     return {tokens * row, layers * tokens * row, row};
 }
 

@@ -19,6 +19,7 @@ struct Part {
     int64_t token_begin, token_end;    // indices into the slot mapping
     int64_t layer_begin, layer_count;  // of the pages
     bool skips;                        // some of its tokens have no slot
+    uint32_t chunk;                    // number of its chunk
 };
 
 struct Segment {

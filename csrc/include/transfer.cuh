@@ -29,6 +29,7 @@ struct Piece {
     int64_t kv_stride;     // bytes
     uint32_t slot_begin;   // index of token 0 in the slots
     uint32_t tokens;
+    uint32_t chunk;  // number of its chunk
 };
 
 struct TransferArgs {

@@ -17,6 +17,9 @@ struct Batch {
     bool store;  // true: pages -> chunks, false: chunks -> pages
     bool token_major = true;
     int64_t layer_begin = 0, layer_end = 0;  // the layers that the chunks hold, of pages
+    // Of a store of coded rows, by the chunks' numbers: becomes 1 where a row of the chunk has no code, so
+    // that it is to be thrown away. On a device page-locked memory.
+    int32_t* refused = nullptr;
 };
 
 // Throws std::invalid_argument that names the chunk or the slot's index and value.

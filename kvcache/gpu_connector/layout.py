@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache._native import PagedLayout, Pages, batched_kv_transfer
+from kvcache._native import PagedLayout, Pages, batched_kv_transfer, code_exceptions, coded_row_bytes
 from kvcache.lmc_ops import check_dtype
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "describe_layers",
     "device_index",
     "token_view",
+    "verify_code",
     "verify_layout",
 ]
 
@@ -51,6 +52,7 @@ class LayerSpec:
         num_blocks: as the scheduler counts them.
         use_mla: one latent in the place of keys and values.
         axes: the tensor's axes if the engine says them, such as `2BNHD`; None to find the only ones that fit.
+        coded: chunks hold bfloat16 in fewer bytes, without loss (`can_be_coded`).
     """
 
     block_size: int
@@ -60,6 +62,7 @@ class LayerSpec:
     num_blocks: int
     use_mla: bool = False
     axes: str | None = None
+    coded: bool = False
 
     @property
     def planes(self) -> int:
@@ -70,11 +73,26 @@ class LayerSpec:
         """Elements of one token's key, or of its latent."""
         return self.num_kv_heads * self.head_size
 
+    @property
+    def can_be_coded(self) -> bool:
+        """Whether the rows have a code, and one that is shorter than they are."""
+        if self.dtype != torch.bfloat16 or self.hidden % 32 or self.head_size % 8 or self.hidden > 65536:
+            return False
+        return coded_row_bytes(self.hidden) < 2 * self.hidden
+
+    @property
+    def chunk_token_bytes(self) -> int:
+        """Of a token's KV of one layer in a chunk."""
+        row = coded_row_bytes(self.hidden) if self.coded else self.hidden * self.dtype.itemsize
+        return self.planes * row
+
     def register(self, kvcaches: Sequence[torch.Tensor]) -> Pages:
         """The pages of these layers, described and verified. Raises UnknownLayout."""
         pages = describe_layers(kvcaches, self)
         for tensor in kvcaches:
             verify_layout(tensor, self)
+            if self.coded:
+                verify_code(tensor, self)
         return pages
 
 
@@ -108,7 +126,7 @@ def describe_layers(tensors: Sequence[torch.Tensor], spec: LayerSpec) -> Pages:
             )
     bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
     _check_layers_apart([int(base) for base in bases], _gap(tensors[0]), layouts[0])
-    return Pages(bases, layouts[0], device_index(tensors[0].device))
+    return Pages(bases, layouts[0], device_index(tensors[0].device), spec.coded)
 
 
 def token_view(tensor: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
@@ -152,13 +170,93 @@ def verify_layout(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] |
             torch.cuda.synchronize(tensor.device)
 
 
-def _copy(pages: Pages, packed: torch.Tensor, slots: np.ndarray, store: bool) -> None:
-    stream = 0
-    if packed.is_cuda:
-        stream = torch.cuda.current_stream(packed.device).cuda_stream
+def verify_code(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] | None = None) -> None:
+    """Codes numbers that are written through torch's indexing: on a GPU too the bytes must be those of the
+    host twin and their numbers come back, and a row without a code must be refused.
+
+    The blocks used (the first and the last if None) hold what they held, bit for bit, when this returns.
+
+    Raises:
+        UnknownLayout: it is otherwise.
+    """
+    axes, layout = _match(tensor, spec)
+    view = _token_view(tensor, axes, layout)
+    chosen = sorted(set(blocks if blocks is not None else (0, layout.num_blocks - 1)))
+    saved = view[chosen].clone()
+    pages = Pages(np.array([tensor.data_ptr()], dtype=np.uint64), layout, device_index(tensor.device), True)
+    slots = np.concatenate([np.arange(b * layout.block_size, (b + 1) * layout.block_size) for b in chosen])
+    slots = slots.astype(np.int64)
+    numbers = torch.randn((len(slots), spec.planes, spec.hidden)).clamp_(min=-4, max=4).to(torch.bfloat16)
+    numbers[numbers.abs() < 1e-3] = 1.0
+    numbers[::2, :, 1] = 0.0
+    exceptions = code_exceptions(spec.hidden)
+    numbers[::3, :, -exceptions::2] = 1e-30
+    numbers[::3, :, 1 - exceptions :: 2] = torch.inf
+    pattern = numbers.view(torch.uint8).reshape(saved.shape)
+    expected = _coded(numbers)
+    chunk = torch.full(expected.shape, 0xA5, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+    refused = torch.zeros(1, dtype=torch.int32, pin_memory=tensor.is_cuda)
+    try:
+        view[chosen] = pattern.to(tensor.device)
+        _copy(pages, chunk, slots, True, refused)
+        good = not int(refused[0]) and torch.equal(chunk, expected)
+        view[chosen] = torch.full_like(saved, 0x5A)
+        _copy(pages, chunk, slots, False)
+        good = good and torch.equal(view[chosen].cpu(), pattern)
+        numbers[-1, -1, -exceptions - 1 :] = 1e-30
+        view[chosen] = pattern.to(tensor.device)
+        _copy(pages, chunk, slots, True, refused)
+        if not good or int(refused[0]) != 1:
+            raise UnknownLayout(
+                f"rows coded from a tensor {axes} through {layout} are not those of the host; caching stays "
+                "off, leave out `compression`"
+            )
+    finally:
+        view[chosen] = saved
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def _coded(numbers: torch.Tensor) -> torch.Tensor:
+    """uint8 [tokens, planes, bytes of a coded row] of bfloat16 [tokens, planes, elements], by the host."""
+    tokens, planes, elements = numbers.shape
+    row = 2 * elements
+    layout = PagedLayout(
+        kv_stride=row if planes == 2 else 0,
+        block_stride=planes * row,
+        token_stride=planes * row,
+        head_stride=row,
+        heads=1,
+        head_bytes=row,
+        block_size=1,
+        num_blocks=tokens,
+        planes=planes,
+    )
+    pages = Pages(np.array([numbers.data_ptr()], dtype=np.uint64), layout, -1, True)
+    chunk = torch.empty((tokens, planes, pages.chunk_row_bytes), dtype=torch.uint8)
+    _copy(pages, chunk, np.arange(tokens, dtype=np.int64), True, torch.zeros(1, dtype=torch.int32))
+    return chunk
+
+
+def _copy(
+    pages: Pages, packed: torch.Tensor, slots: np.ndarray, store: bool, refused: torch.Tensor | None = None
+) -> None:
+    """One chunk, which on a GPU may lie there or in page-locked memory; complete on return in that memory."""
+    stream = None if pages.device < 0 else torch.cuda.current_stream(pages.device)
     address = np.array([packed.data_ptr()], dtype=np.uint64)
     start, end = np.array([0], dtype=np.int64), np.array([len(slots)], dtype=np.int64)
-    batched_kv_transfer(pages, address, start, end, slots, store, stream=stream)
+    batched_kv_transfer(
+        pages,
+        address,
+        start,
+        end,
+        slots,
+        store,
+        stream=0 if stream is None else stream.cuda_stream,
+        refused=0 if refused is None else refused.data_ptr(),
+    )
+    if stream is not None and not packed.is_cuda:
+        stream.synchronize()
 
 
 def _match(tensor: torch.Tensor, spec: LayerSpec) -> tuple[str, PagedLayout]:

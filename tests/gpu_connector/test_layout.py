@@ -7,14 +7,16 @@ from functools import partial
 import pytest
 import torch
 
+from kvcache.gpu_connector import layout as module
 from kvcache.gpu_connector.layout import (
     LayerSpec,
     UnknownLayout,
     describe_layer,
     describe_layers,
+    verify_code,
     verify_layout,
 )
-from tests.csrc.layouts import DTYPES, LAYOUTS, make_kv
+from tests.csrc.layouts import DTYPES, LAYOUTS, axes_of, make_kv
 
 sized = partial(make_kv, layers=3, blocks=6, block_size=4, heads=5, head_size=8)
 
@@ -131,8 +133,6 @@ def test_layers_that_differ_are_refused() -> None:
 
 def test_verification_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """With strides of another layout the read-back differs, and the pages are put back."""
-    from kvcache.gpu_connector import layout as module
-
     kv = sized("2BNHD", dtype=torch.float16)
     axes, right = module._match(kv.tensors[0], kv.spec)
     wrong = module.PagedLayout(
@@ -145,3 +145,42 @@ def test_verification_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnknownLayout, match="gave other bytes"):
         verify_layout(kv.tensors[0], kv.spec)
     assert all(map(torch.equal, kv.snapshot(), before))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_are_verified_and_the_pages_put_back(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = sized(layout, heads=5, head_size=64, dtype=torch.bfloat16)
+    spec = replace(kv.spec, axes=axes_of(layout), coded=True)
+    assert spec.can_be_coded
+    before = kv.snapshot()
+    for tensor in kv.tensors:
+        verify_code(tensor, spec)
+    assert all(map(torch.equal, kv.snapshot(), before))
+
+    coded = module._coded
+
+    def other(numbers: torch.Tensor) -> torch.Tensor:
+        code = coded(numbers)
+        code[-1, -1, -1] ^= 1
+        return code
+
+    monkeypatch.setattr(module, "_coded", other)
+    with pytest.raises(UnknownLayout, match="are not those of the host"):
+        verify_code(kv.tensors[0], spec)
+    assert all(map(torch.equal, kv.snapshot(), before))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_size", "expected"),
+    [
+        (torch.bfloat16, 1, 64, True),
+        (torch.bfloat16, 3, 32, True),
+        (torch.bfloat16, 1, 32, False),  # its code is no shorter
+        (torch.bfloat16, 1, 80, False),
+        (torch.bfloat16, 16, 4, False),
+        (torch.float16, 8, 128, False),
+        (torch.float8_e4m3fn, 8, 128, False),
+    ],
+)
+def test_which_rows_can_be_coded(dtype: torch.dtype, heads: int, head_size: int, expected: bool) -> None:
+    assert LayerSpec(16, heads, head_size, dtype, 10).can_be_coded is expected

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel between pages and chunks of coded rows (see row_codec.h), a warp a row.
+#pragma once
+
+#include "row_codec.h"
+#include "transfer.cuh"
+
+namespace kvcache {
+
+struct CodedArgs {
+    TransferArgs copy;  // heads: of head_elements contiguous ones; units and vectors are not used
+    uint32_t elements, head_elements;
+    uint32_t longest;  // tokens of the longest piece
+    int32_t* refused;  // by the chunks' numbers: becomes 1 where a row has no code
+};
+
+constexpr uint32_t kWarp = 32;
+constexpr uint32_t kAll = 0xffffffff;
+constexpr uint32_t kLaneElements = 8;  // 16 bytes
+
+// Elements 2 i and 2 i + 1 are the halves of word i.
+__device__ __forceinline__ uint32_t element(const uint4& vector, uint32_t i) {
+    const uint32_t word = i < 4 ? (i < 2 ? vector.x : vector.y) : (i < 6 ? vector.z : vector.w);
+    return word >> (16 * (i & 1)) & 0xffff;
+}
+
+// Address of the row's vector `v` in its page.
+__device__ __forceinline__ uint4* in_page(char* page, uint32_t v, const CodedArgs& args) {
+    const uint32_t first = v * kLaneElements, head = first / args.head_elements;
+    return reinterpret_cast<uint4*>(page + head * args.copy.head_stride +
+                                    int64_t{first - head * args.head_elements} * 2);
+}
+
+__device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const CodedArgs& args) {
+    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
+    uint32_t base = 0;
+    for (uint32_t v = lane; v < vectors; v += kWarp) {
+        const uint4 row = *in_page(page, v, args);
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneElements; ++i) {
+            const uint32_t exponent = exponent_of(element(row, i));
+            if (exponent != kInfinite) base = max(base, exponent);
+        }
+    }
+    base = __reduce_max_sync(kAll, base);
+
+    uint8_t* const header = coded + args.elements + args.elements / 2;
+    auto* const entries = reinterpret_cast<uint32_t*>(header) + 1;
+    const uint32_t capacity = code_exceptions(args.elements);
+    uint32_t written = 0;  // exceptions of all lanes so far
+    for (uint32_t first = 0; first < vectors; first += kWarp) {
+        const uint32_t v = first + lane;
+        const bool mine = v < vectors;
+        uint4 row = make_uint4(0, 0, 0, 0);
+        if (mine) row = *in_page(page, v, args);
+        uint32_t low = 0, high = 0, codes = 0, exceptions = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneElements; ++i) {
+            const uint32_t value = element(row, i), exponent = exponent_of(value);
+            (i < 4 ? low : high) |= sign_and_mantissa(value) << (8 * (i & 3));
+            codes |= code_of(exponent, base) << (4 * i);
+            exceptions += is_exception(exponent, base);
+        }
+        if (mine) {
+            reinterpret_cast<uint2*>(coded)[v] = make_uint2(low, high);
+            reinterpret_cast<uint32_t*>(coded + args.elements)[v] = codes;
+        }
+        if (__any_sync(kAll, exceptions != 0)) {
+            uint32_t before = exceptions;
+#pragma unroll
+            for (uint32_t step = 1; step < kWarp; step *= 2) {
+                const uint32_t other = __shfl_up_sync(kAll, before, step);
+                if (lane >= step) before += other;
+            }
+            const uint32_t total = __shfl_sync(kAll, before, kWarp - 1);
+            uint32_t at = written + before - exceptions;
+#pragma unroll
+            for (uint32_t i = 0; i < kLaneElements; ++i) {
+                const uint32_t value = element(row, i);
+                if (!is_exception(exponent_of(value), base)) continue;
+                if (at < capacity) entries[at] = (v * kLaneElements + i) | value << 16;
+                ++at;
+            }
+            written += total;
+        }
+    }
+    const bool fits = written <= capacity;
+    __syncwarp();  // zeros behind other lanes' entries
+    for (uint32_t i = lane + (fits ? written : 0); i < capacity; i += kWarp) entries[i] = 0;
+    if (lane == 0) {
+        *reinterpret_cast<uint32_t*>(header) = fits ? base | written << 16 : 0;
+        if (!fits) args.refused[chunk] = 1;
+    }
+}
+
+// Two elements, of the two lowest bytes and the two lowest codes.
+__device__ __forceinline__ uint32_t pair(uint32_t bytes, uint32_t codes, uint32_t base) {
+    return element_of(bytes & 255, codes & 15, base) | element_of(bytes >> 8 & 255, codes >> 4 & 15, base)
+                                                           << 16;
+}
+
+__device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs& args) {
+    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
+    const auto* const header = reinterpret_cast<const uint32_t*>(coded + args.elements + args.elements / 2);
+    const uint32_t base = *header & 255;
+    const uint32_t exceptions = min(*header >> 16, code_exceptions(args.elements));
+    for (uint32_t v = lane; v < vectors; v += kWarp) {
+        const uint2 bytes = __ldcs(reinterpret_cast<const uint2*>(coded) + v);
+        const uint32_t codes = __ldcs(reinterpret_cast<const uint32_t*>(coded + args.elements) + v);
+        uint4 row = make_uint4(pair(bytes.x, codes, base), pair(bytes.x >> 16, codes >> 8, base),
+                               pair(bytes.y, codes >> 16, base), pair(bytes.y >> 16, codes >> 24, base));
+        for (uint32_t e = 0; e < exceptions; ++e) {
+            const uint32_t entry = header[1 + e], index = entry & 0xffff;
+            if (index / kLaneElements != v) continue;
+            const uint32_t shift = 16 * (index & 1), kept = ~(0xffffu << shift), now = (entry >> 16) << shift;
+            const uint32_t word = index % kLaneElements / 2;  // compared, since an index would need memory
+            row.x = word == 0 ? (row.x & kept) | now : row.x;
+            row.y = word == 1 ? (row.y & kept) | now : row.y;
+            row.z = word == 2 ? (row.z & kept) | now : row.z;
+            row.w = word == 3 ? (row.w & kept) | now : row.w;
+        }
+        __stcs(in_page(page, v, args), row);
+    }
+}
+
+template <bool kStore>
+__global__ void __launch_bounds__(kThreads) coded_kernel(const CodedArgs args) {
+    const TransferArgs& copy = args.copy;
+    const uint32_t rows = copy.num_pieces * copy.layers * args.longest * copy.planes;
+    const uint32_t warps = gridDim.x * (kThreads / kWarp);
+    for (uint32_t row = (blockIdx.x * kThreads + threadIdx.x) / kWarp; row < rows; row += warps) {
+        const uint32_t plane = row % copy.planes, number = row / copy.planes;
+        const uint32_t token = number % args.longest, slice = number / args.longest;
+        const uint32_t layer = slice % copy.layers;
+        const Piece piece = copy.pieces[slice / copy.layers];
+        if (token >= piece.tokens) continue;
+        const int32_t slot = __ldg(copy.slots + piece.slot_begin + token);
+        if (slot < 0) continue;
+        const uint32_t block = copy.block_size.quotient(static_cast<uint32_t>(slot));
+        const uint32_t offset = static_cast<uint32_t>(slot) - block * copy.block_size.divisor;
+        char* const page =
+            reinterpret_cast<char*>(copy.bases[(copy.layer_begin + layer) * copy.base_planes + plane]) +
+            block * copy.block_stride + offset * copy.token_stride;
+        auto* const coded = reinterpret_cast<uint8_t*>(piece.address) + layer * piece.layer_stride +
+                            token * copy.chunk_token_stride + plane * piece.kv_stride;
+        if (kStore)
+            encode(page, coded, piece.chunk, args);
+        else
+            decode(coded, page, args);
+    }
+}
+
+}  // namespace kvcache

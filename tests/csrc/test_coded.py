@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coded rows: the bytes that their description says, and back bit for bit, by every way that the host has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache import _native
+from tests.csrc import coded
+from tests.csrc.layouts import LAYOUTS, make_kv, random_slots
+
+
+def by_ring(slot_tokens: int, pages: _native.Pages, *arguments: Any, refused: int) -> None:
+    ring = _native.StagingRing(-1, slot_tokens * pages.chunk_token_bytes, 2)
+    ring.transfer(pages, *arguments, refused=refused)
+
+
+WAYS: dict[str, Callable[..., None]] = {
+    "batched": _native.batched_kv_transfer,
+    "small ring": partial(by_ring, 1),
+    "ring": partial(by_ring, 50),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_chunks_hold_what_is_described_and_pages_get_it_back(way: str, data: st.DataObject) -> None:
+    heads, head_size = data.draw(
+        st.sampled_from([(1, 64), (2, 32), (3, 64), (5, 128), (8, 8), (1, 576), (2, 160)])
+    )
+    block_size, blocks = data.draw(st.sampled_from([(1, 40), (7, 9), (16, 3)]))
+    layout, layers = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.integers(1, 3))
+    kv = coded.kv(
+        layout, layers=layers, blocks=blocks, block_size=block_size,
+        heads=heads, head_size=head_size, seed=data.draw(st.integers(0, 99)),
+    )  # fmt: skip
+    if kv.views[0].shape[3] * kv.views[0].shape[4] % 128:
+        return  # one head where the layout is of MLA: shorter than a code
+    pages, before = coded.pages_of(kv), kv.snapshot()
+    slots = random_slots(kv.slots, data.draw(st.integers(1, kv.slots)), block_size, skip=0.2)
+    cuts = sorted({0, len(slots), *data.draw(st.lists(st.integers(0, len(slots)), max_size=3))})
+    starts, ends = np.array(list(itertools.pairwise(cuts)), dtype=np.int64).T.copy()
+    planes, row = before[0].shape[1], pages.chunk_row_bytes
+    memory = [torch.randint(0, 256, (layers, int(n), planes, row)).byte() for n in ends - starts]
+    poison = [chunk.clone() for chunk in memory]
+    addresses = np.array([chunk.data_ptr() for chunk in memory], dtype=np.uint64)
+    arguments = (pages, addresses, starts, ends, slots.numpy())
+    refused = np.zeros(len(starts), dtype=np.int32)
+
+    WAYS[way](*arguments, True, refused=refused.ctypes.data)
+    assert not refused.any()
+    assert all(map(torch.equal, kv.snapshot(), before)), "a store wrote pages"
+    for chunk, old, start, end in zip(memory, poison, starts, ends, strict=True):
+        for layer, token, plane in np.ndindex(layers, int(end - start), planes):
+            slot, found = int(slots[start + token]), chunk[layer, token, plane]
+            if slot < 0:
+                assert torch.equal(found, old[layer, token, plane]), "a skipped token was written"
+            else:
+                bits = before[layer][slot, plane].numpy().view(np.uint16)
+                assert found.numpy().tobytes() == coded.encode(bits)
+
+    for view in kv.views:
+        view.fill_(0xA5)
+    WAYS[way](*arguments, False, refused=0)
+    mine = torch.zeros(kv.slots, dtype=torch.bool)
+    for start, end in zip(starts, ends, strict=True):
+        chosen = slots[start:end]
+        mine[chosen[chosen >= 0]] = True
+    for rows, was in zip(kv.snapshot(), before, strict=True):
+        assert torch.equal(rows[mine], was[mine])
+        assert bool((rows[~mine] == 0xA5).all()), "a load wrote pages of others"
+
+
+def test_each_of_the_65_536_elements_comes_back() -> None:
+    """Beside others that are larger, smaller and zero: as a code, and as an exception."""
+    everything = np.arange(1 << 16, dtype=np.uint16)
+    seen = np.zeros((2, 1 << 16), dtype=bool)
+    for neighbour in (0x0000, 0x0480, 0x3F80, 0x7F00):
+        rows = np.full((1 << 16, 64), neighbour, dtype=np.uint16)
+        rows[:, 5:8] = everything[:, None]
+        found = coded.exceptions(rows)
+        fits = found.sum(axis=1) <= coded.capacity(64)
+        check_rows(rows[fits])
+        seen[0] |= fits & ~found[:, 5]
+        seen[1] |= fits & found[:, 5]
+    exponents = everything >> 7 & 255
+    assert seen[0][exponents < 255].all()
+    assert seen[1][(exponents > 0) & ((exponents < 240) | (exponents == 255))].all()
+
+
+def check_rows(rows: np.ndarray) -> None:
+    count, elements = rows.shape
+    kv = make_kv(
+        "2BNHD", layers=1, blocks=count, block_size=1, heads=1, head_size=elements, dtype=torch.bfloat16
+    )
+    for plane in range(2):
+        kv.views[0][:, 0, plane, 0].copy_(torch.from_numpy(rows.view(np.uint8)))
+    pages = coded.pages_of(kv)
+    memory = np.zeros((count, 2, pages.chunk_row_bytes), dtype=np.uint8)
+    refused = np.zeros(1, dtype=np.int32)
+    arguments = (
+        pages,
+        np.array([memory.ctypes.data], dtype=np.uint64),
+        np.array([0]),
+        np.array([count]),
+        np.arange(count),
+    )
+    _native.batched_kv_transfer(*arguments, True, refused=refused.ctypes.data)
+    assert refused[0] == 0
+    for index in np.random.default_rng(0).integers(0, count, 200):
+        assert memory[index, 1].tobytes() == coded.encode(rows[index])
+    kv.storage.fill_(0xA5)
+    _native.batched_kv_transfer(*arguments, False)
+    for plane in range(2):
+        assert np.array_equal(kv.views[0][:, 0, plane, 0].numpy().view(np.uint16), rows)
+
+
+@pytest.mark.parametrize("elements", [64, 256, 320, 1024])
+def test_a_chunk_with_one_exception_too_many_in_a_row_is_refused(elements: int) -> None:
+    starts, ends = np.array([4, 0, 2]), np.array([6, 2, 4])
+    for beyond, expected in ((0, 0), (1, 1)):
+        row = np.full(elements, 0x4000, dtype=np.uint16)
+        row[-coded.capacity(elements) - beyond :] = 0x0080  # 2^-126 beside 2
+        assert (coded.encode(row) is None) == bool(expected)
+        kv = make_kv(
+            "2BNHD", layers=2, blocks=3, block_size=2, heads=1, head_size=elements, dtype=torch.bfloat16
+        )
+        kv.storage.zero_()
+        kv.views[1][1, 1, 1, 0].copy_(torch.from_numpy(row.view(np.uint8)))
+        pages, refused = coded.pages_of(kv), np.zeros(3, dtype=np.int32)
+        memory = np.zeros((3, 2 * 2 * pages.chunk_token_bytes), dtype=np.uint8)
+        at = np.array([chunk.ctypes.data for chunk in memory], dtype=np.uint64)
+        for way in WAYS.values():
+            refused[:] = 0
+            way(pages, at, starts, ends, np.arange(6), True, refused=refused.ctypes.data)
+            assert refused.tolist() == [0, 0, expected]
+
+
+def test_what_cannot_be_coded_is_refused_before_anything_is_written() -> None:
+    kv = make_kv("2BNHD", layers=1, blocks=2, block_size=4, heads=1, head_size=64, dtype=torch.bfloat16)
+    pages = coded.pages_of(kv)
+    assert (pages.coded, pages.uncoded().coded) == (True, False)
+    assert pages.chunk_row_bytes == _native.coded_row_bytes(64) == 64 + 32 + 16
+    memory = np.full(8 * pages.chunk_token_bytes, 7, dtype=np.uint8)
+    arguments = (
+        pages,
+        np.array([memory.ctypes.data], dtype=np.uint64),
+        np.array([0]),
+        np.array([8]),
+        np.arange(8),
+    )
+    with pytest.raises(ValueError, match="without the address of numbers"):
+        _native.batched_kv_transfer(*arguments, True)
+    with pytest.raises(ValueError, match="token-major chunks are accepted"):
+        _native.batched_kv_transfer(*arguments, True, token_major=False, refused=memory.ctypes.data)
+    with pytest.raises(ValueError, match="the copy engine moves rows as they are"):
+        _native.strided_dma_transfer(*arguments, False)
+    assert (memory == 7).all()
+    short = make_kv("2BNHD", layers=1, blocks=2, block_size=4, heads=1, head_size=48, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="rows of 1 heads of 96 bytes"):
+        coded.pages_of(short)
