@@ -169,8 +169,6 @@ class LMCacheEngine:
             last = next(copies)
             complete = last.error is None
         finally:
-            if not complete:
-                plan.acknowledged = plan.skipped
             self._stores.append(plan.copies(last, started, on_stored, keep=complete))
             self.poll()
         if last.error is not None:
@@ -392,12 +390,20 @@ class LMCacheEngine:
 
     def _finish_store(self, copies: StoreCopies) -> None:
         keys = [chunk.key for chunk in copies.chunks]
-        if copies.keep:
-            self.storage.publish(keys, self._clock() - copies.started)
-            self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in copies.chunks)
-        else:
+        if not copies.keep:
             self.storage.cpu.abandon(keys)
-        copies.on_stored()
+            copies.on_stored(copies.skipped)
+            return
+        moved = copies.completion.moved(len(keys))
+        stored, acknowledged = copies.chunks[:moved], copies.acknowledged
+        if stored:
+            self.storage.publish(keys[:moved], self._clock() - copies.started)
+            self.counters.stored_tokens += sum(chunk.end - chunk.start for chunk in stored)
+        if moved < len(keys):
+            self.storage.cpu.abandon(keys[moved:])
+            acknowledged = min(acknowledged, copies.chunks[moved].start)
+            self.counters.failures["StoreNotCoded"] += 1
+        copies.on_stored(acknowledged)
 
     def _tell_ready(self, copies: LoadCopies) -> None:
         on_ready, copies.on_ready = copies.on_ready, None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -41,7 +40,11 @@ class StoreCopies:
     started: float
     keep: bool
     """False: the chunks are given back unseen once nothing is written to them any more."""
-    on_stored: Callable[[], None]
+    on_stored: Callable[[int], None]
+    """Called once with the tokens that are visible without a gap: `acknowledged`, or less where chunks were
+    given back."""
+    acknowledged: int
+    skipped: int
 
 
 @dataclass(eq=False)
@@ -88,8 +91,7 @@ class StorePlan(_Plan):
     def copies(
         self, completion: Completion, started: float, on_stored: Callable[[int], None], *, keep: bool = True
     ) -> StoreCopies:
-        done = partial(on_stored, self.acknowledged)
-        return StoreCopies(completion, self.chunks, started, keep, done)
+        return StoreCopies(completion, self.chunks, started, keep, on_stored, self.acknowledged, self.skipped)
 
 
 @dataclass

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache import lmc_ops
 from kvcache.engine import LMCacheEngine
 from kvcache.gpu_connector import transfer
 from kvcache.gpu_connector.feed import cut
-from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.interface import Coded, Completion
 from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
-from kvcache.gpu_connector.layout import LayerSpec
+from kvcache.gpu_connector.layout import LayerSpec, UnknownLayout
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
+from kvcache.gpu_connector.xpu import VLLMGPUConnectorXPU
 from kvcache.memory.allocator import ChunkAllocator, KVShape
 from kvcache.memory.region import HostRegion
 from kvcache.plans import Loaded
@@ -27,7 +29,7 @@ from kvcache.storage.policies import LRUPolicy
 from kvcache.storage.tiers.cpu import CpuTier
 from kvcache.tokens.database import ChunkedTokenDatabase
 
-CHUNK, BLOCK, BLOCKS, LAYERS, HEADS, HEAD = 16, 8, 32, 3, 2, 16
+CHUNK, BLOCK, BLOCKS, LAYERS, HEADS, HEAD = 16, 8, 32, 3, 2, 32
 
 
 class Late(Completion):
@@ -65,6 +67,7 @@ class Rig:
     engine: LMCacheEngine
     pages: list[torch.Tensor]
     connector: VLLMPagedMemGPUConnectorV2
+    spec: LayerSpec
 
     def slots(self, tokens: int) -> torch.Tensor:
         """A random block table."""
@@ -87,12 +90,14 @@ class Rig:
 
 
 def make_rig(
-    connector_type: type[VLLMPagedMemGPUConnectorV2] = VLLMPagedMemGPUConnectorV2, chunks: int = 20
+    connector_type: type[VLLMPagedMemGPUConnectorV2] = VLLMPagedMemGPUConnectorV2,
+    chunks: int = 20,
+    *,
+    dtype: torch.dtype = torch.float32,
+    coded: bool = False,
 ) -> Rig:
-    spec = LayerSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, num_blocks=BLOCKS
-    )
-    pages = [torch.randn(BLOCKS, HEADS, BLOCK, 2 * HEAD) for _ in range(LAYERS)]
+    spec = LayerSpec(BLOCK, HEADS, HEAD, dtype, num_blocks=BLOCKS, coded=coded)
+    pages = [torch.randn(BLOCKS, HEADS, BLOCK, 2 * HEAD).to(dtype) for _ in range(LAYERS)]
     connector = connector_type(spec)
     connector.initialize_kvcaches_ptr(kvcaches=pages)
     shape = KVShape.of(connector, CHUNK)
@@ -100,12 +105,14 @@ def make_rig(
         HostRegion(chunks * -(-shape.chunk_bytes // 4096) * 4096, pin="Disabled"), shape
     )
     tier = CpuTier(allocator, LRUPolicy(8), lease_timeout_s=60.0)
-    layered = VLLMPagedMemLayerwiseGPUConnector(spec)
-    layered.share_pages(connector)
+    layered = None
+    if not coded:
+        layered = VLLMPagedMemLayerwiseGPUConnector(spec)
+        layered.share_pages(connector)
     engine = LMCacheEngine(
         ChunkedTokenDatabase(CHUNK, bytes(16), 0), StorageManager(tier), connector, layered
     )
-    return Rig(engine, pages, connector)
+    return Rig(engine, pages, connector, spec)
 
 
 @pytest.fixture
@@ -226,6 +233,77 @@ def test_stored_chunks_are_not_copied_again(rig: Rig) -> None:
     assert rig.engine.counters.stored_tokens == 3 * CHUNK
     assert rig.engine.store(tokens, mask(len(tokens), CHUNK), slot_mapping=slots) == 3 * CHUNK
     assert rig.engine.counters.stored_tokens == 3 * CHUNK
+
+
+def test_coded_rows_come_back_up_to_the_chunk_that_has_no_code() -> None:
+    rig = make_rig(dtype=torch.bfloat16, coded=True)
+    tokens = torch.randint(0, 1000, (4 * CHUNK,)).tolist()
+    slots, other = rig.slots(len(tokens)), rig.slots(len(tokens))
+    acknowledged: list[int] = []
+    spread = torch.arange(-HEAD, HEAD).exp2().pow(9).to(torch.bfloat16)
+    rig.pages[1][int(slots[2 * CHUNK + 3]) // BLOCK] = spread
+    before, kept = rig.read(slots), [page.clone() for page in rig.pages]
+    rig.engine.store(tokens[:CHUNK], slot_mapping=slots[:CHUNK], on_stored=acknowledged.append)
+    rig.engine.store(tokens, mask(len(tokens), CHUNK), slot_mapping=slots, on_stored=acknowledged.append)
+    assert acknowledged == [CHUNK, 2 * CHUNK]
+    assert rig.engine.counters.failures == {"StoreNotCoded": 1}
+    assert rig.engine.counters.stored_tokens == rig.engine.lookup(tokens) == 2 * CHUNK
+    assert all(map(torch.equal, rig.pages, kept))
+    # The chunk behind the refused one is not there either, and both can be stored later.
+    rig.pages[1][int(slots[2 * CHUNK + 3]) // BLOCK] = 1.0
+    rig.engine.store(tokens, slot_mapping=slots, on_stored=acknowledged.append)
+    assert acknowledged[-1] == rig.engine.lookup(tokens) == 4 * CHUNK
+    rig.fill()
+    assert bool(rig.engine.retrieve(tokens, slot_mapping=other).all())
+    assert torch.equal(rig.read(other)[:, : 2 * CHUNK], before[:, : 2 * CHUNK])
+    assert rig.tier().stats().leases == 0
+    rig.engine.close()
+
+
+class LateCoded(LateConnector):
+    """Says which chunks of a store had no code when the test does."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.refused: list[torch.Tensor] = []
+
+    def batched_from_gpu(self, *args: object, **kwargs: object) -> Completion:
+        late = super().batched_from_gpu(*args, **kwargs)
+        self.refused.append(torch.zeros(2, dtype=torch.int32))
+        return Coded(late, self.refused[-1])
+
+
+def test_of_several_stores_the_refused_one_is_not_visible() -> None:
+    rig = make_rig(LateCoded, dtype=torch.bfloat16, coded=True)
+    assert isinstance(rig.connector, LateCoded)
+    prompts = [torch.randint(0, 1000, (2 * CHUNK,)).tolist() for _ in range(3)]
+    acknowledged: list[list[int]] = [[], [], []]
+    for prompt, told in zip(prompts, acknowledged, strict=True):
+        rig.engine.store(prompt, slot_mapping=rig.slots(2 * CHUNK), on_stored=told.append)
+    rig.connector.refused[1][0] = 1
+    for late in rig.connector.late:
+        late.finished = True
+    rig.engine.poll()
+    assert acknowledged == [[2 * CHUNK], [0], [2 * CHUNK]]
+    assert [rig.engine.lookup(prompt) for prompt in prompts] == [2 * CHUNK, 0, 2 * CHUNK]
+    rig.engine.close()
+
+
+def test_layers_of_coded_rows_are_not_stored_one_by_one() -> None:
+    """Which chunks were refused is known of whole chunks alone."""
+    rig = make_rig(dtype=torch.bfloat16, coded=True)
+    layered = VLLMPagedMemLayerwiseGPUConnector(rig.spec)
+    with pytest.raises(UnknownLayout, match="takes plain ones"):
+        layered.share_pages(rig.connector)
+    with pytest.raises(UnknownLayout, match="takes plain ones"):
+        layered.initialize_kvcaches_ptr(kvcaches=rig.pages)
+    with pytest.raises(UnknownLayout, match="moves plain rows"):
+        VLLMGPUConnectorXPU(rig.spec).initialize_kvcaches_ptr(kvcaches=rig.pages)
+    with pytest.raises(ValueError, match="hold coded rows"):
+        lmc_ops.kv_transfer(
+            torch.empty(0), rig.connector.transfer.pages, torch.empty(0, dtype=torch.int64), True
+        )
+    rig.engine.close()
 
 
 def test_a_full_tier_acknowledges_what_fits() -> None:

@@ -118,7 +118,7 @@ def _transfer(options: argparse.Namespace) -> dict[str, Any]:
                 ring_slot_bytes=options.ring_slot_mib << 20,
             )
         ),
-        "shape axes dtype block_size chunk_tokens direction way blocks rate plain_rate ratio submit_ms",
+        "shape coded axes dtype block_size chunk_tokens direction way blocks rate plain_rate ratio submit_ms",
     )
     if name == "cuda":
         report["lmcache"] = _rows(lmcache_results(device), "direction rate plain_rate ratio submit_ms")

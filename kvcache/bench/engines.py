@@ -40,6 +40,8 @@ class Setup:
     """Further arguments of vllm.LLM."""
     tiers: dict[str, Any] = field(default_factory=dict)
     """Of ours, below host memory."""
+    compression: str = "None"
+    """Of ours."""
 
 
 def available(mode: str, device: str) -> str:
@@ -63,6 +65,7 @@ def connector_config(setup: Setup) -> dict[str, Any] | None:
             "kv_connector_extra_config": {
                 "chunk_size": _CHUNK_TOKENS,
                 "use_layerwise": setup.mode == LAYERWISE,
+                "compression": setup.compression if setup.mode == OURS else "None",
                 "tiers": {"cpu": {"capacity": str(capacity)}, **setup.tiers},
             },
         }

@@ -57,6 +57,9 @@ def add_parsers(
         parser.add_argument(
             "--block-size", type=int, help="tokens of vLLM's blocks; vLLM's own choice if left out"
         )
+        parser.add_argument(
+            "--compression", choices=("None", "Lossless"), default="None", help="of the mode ours"
+        )
         parser.add_argument("--gpu-memory", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
         made.append(parser)
     return made
@@ -88,6 +91,7 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
             dummy_weights=options.dummy_weights,
             graphs=on_gpu and options.what not in ("ttft", "multiturn"),
             engine=arguments,
+            compression=options.compression,
         )
         for mode in options.modes.split(",")
     ]

@@ -28,10 +28,12 @@ class Shape:
     axes: str
     block_size: int = 16
     mla: bool = False
+    coded: bool = False
+    """Chunks hold coded rows."""
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers."""
+        """Of all layers, in the pages."""
         planes = 1 if self.mla else 2
         return self.layers * planes * self.heads * self.head_size * self.dtype.itemsize
 
@@ -44,6 +46,7 @@ class Shape:
             dtype=self.dtype,
             num_blocks=blocks,
             use_mla=self.mla,
+            coded=self.coded,
         )
 
     def tensors(self, blocks: int, device: torch.device) -> list[torch.Tensor]:
@@ -51,7 +54,12 @@ class Shape:
         size = {"L": self.layers, "B": blocks, "N": self.block_size, "H": self.heads, "2": 2}
         size["D"] = self.head_size * self.dtype.itemsize
         size["C"] = size["D"] * (1 if self.mla else 2)
-        storage = torch.randint(0, 256, [size[axis] for axis in self.axes], dtype=torch.uint8, device=device)
+        shape = [size[axis] for axis in self.axes]
+        if self.coded:  # random bytes have no code, normal numbers do
+            shape[-1] //= self.dtype.itemsize
+            storage = torch.empty(shape, dtype=self.dtype, device=device).normal_().view(torch.uint8)
+        else:
+            storage = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
         inner = self.axes.replace("L", "")
         logical = inner if "2" in inner else "BHNC" if "H" in inner else "BNC"
         layers = [storage.select(self.axes.index("L"), layer) for layer in range(self.layers)]
@@ -75,6 +83,9 @@ SHAPES: Sequence[Shape] = (
     replace(LLAMA_70B_TP4, axes="LBHNC"),
     MLA,
     replace(MLA, block_size=16),
+    replace(LLAMA_8B, coded=True),
+    replace(LLAMA_8B, axes="LBHNC", coded=True),
+    replace(MLA, coded=True),
 )
 
 CPU_SHAPES: Sequence[Shape] = tuple(
@@ -83,6 +94,7 @@ CPU_SHAPES: Sequence[Shape] = tuple(
         *SHAPES[:4],
         replace(LLAMA_8B, name="8B-f32", dtype=torch.float32, axes="LBHNC", block_size=128),
         MLA,
+        replace(LLAMA_8B, coded=True),
     )
 )
 """The host's copies do not depend on the number of layers, the memory does."""

@@ -42,6 +42,8 @@ class Result:
     """Of a plain copy (page-locked on a GPU, memcpy on the CPU) in the same run."""
     submit_ms: float
     """Until the call returned."""
+    coded: bool = False
+    """Chunks held coded rows: `bytes` and `rate` are of the pages."""
 
     @property
     def ratio(self) -> float:
@@ -147,6 +149,7 @@ class Bench:
             rate=size / seconds / 1e9,
             plain_rate=size / plain / 1e9,
             submit_ms=submit * 1e3,
+            coded=shape.coded,
         )
 
 
@@ -179,13 +182,13 @@ def _results(bench: Bench, chunk_tokens: int, store: bool) -> Iterator[Result]:
     if bench.device.type != "cuda":
         ways, layerwise = [TransferWay(Way.HOST)], []
     else:
-        ways = list(_ways())
+        ways = [way for way in _ways() if not (bench.shape.coded and way.way is Way.STRIDED_DMA)]
         layerwise = [TransferWay(Way.STAGED, blocks) for blocks in BLOCKS] + [TransferWay(Way.DIRECT, 8)]
     run: Callable[[], object]
     for way in ways:
         run = partial(bench.move, chunks, store, way)
         yield bench.result(chunk_tokens, store, way.way.value, way.blocks, run)
-    for way in layerwise if chunk_tokens == _CHUNK_TOKENS else ():
+    for way in layerwise if chunk_tokens == _CHUNK_TOKENS and not bench.shape.coded else ():
         run = partial(bench.layers, chunks, store, way)
         yield bench.result(chunk_tokens, store, f"layerwise {way.way.value}", way.blocks, run)
 

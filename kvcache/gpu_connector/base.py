@@ -13,6 +13,7 @@ import torch
 
 from kvcache import _native
 from kvcache.gpu_connector.interface import GPUConnectorInterface
+from kvcache.gpu_connector.layout import UnknownLayout
 from kvcache.gpu_connector.transfer import Chunks, PageTransfer
 from kvcache.gpu_connector.ways import choose_ways
 from kvcache.memory.formats import MemoryFormat
@@ -39,6 +40,9 @@ class PagedConnector(GPUConnectorInterface):
         spec: what the engine declares about its pages.
     """
 
+    _codes = False
+    """Whether it takes pages whose chunks hold coded rows: it must look which were refused then."""
+
     def __init__(self, spec: PagesSpec) -> None:
         self._spec = spec
         self._transfer: PageTransfer | None = None
@@ -61,11 +65,19 @@ class PagedConnector(GPUConnectorInterface):
 
     @property
     def hidden(self) -> int:
-        return self._spec.hidden
+        """Elements of a row in a chunk: of a coded one its bytes."""
+        coded = self._coded
+        return self._spec.hidden if coded is None else coded.chunk_row_bytes
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._spec.dtype
+        """Of a chunk's elements."""
+        return self._spec.dtype if self._coded is None else torch.uint8
+
+    @property
+    def _coded(self) -> _native.Pages | None:
+        pages = None if self._transfer is None else self._transfer.pages
+        return pages if pages is not None and pages.coded else None
 
     @property
     def path(self) -> str:
@@ -79,7 +91,8 @@ class PagedConnector(GPUConnectorInterface):
         Registering the same tensors again changes nothing.
 
         Raises:
-            UnknownLayout: the tensors cannot be copied safely.
+            UnknownLayout: the tensors cannot be copied safely, or chunks are to hold coded rows, which this
+                connector does not take.
             RuntimeError: they are on a GPU that this build does not serve.
         """
         addresses = [tensor.data_ptr() for tensor in kvcaches]
@@ -89,13 +102,27 @@ class PagedConnector(GPUConnectorInterface):
             raise RuntimeError(
                 f"the KV caches are on {kvcaches[0].device}, but {_native.cuda_unavailable_reason()}"
             )
-        transfer = PageTransfer(self._spec.register(kvcaches))
+        pages = self._spec.register(kvcaches)
+        self._check_code(pages)
+        transfer = PageTransfer(pages)
         choose_ways(transfer)
         self._transfer, self._registered = transfer, addresses
 
     def share_pages(self, other: PagedConnector) -> None:
-        """Takes the pages, ways and rings of a connector that has registered them."""
+        """Takes the pages, ways and rings of a connector that has registered them.
+
+        Raises:
+            UnknownLayout: their chunks hold coded rows, which this connector does not take.
+        """
+        self._check_code(other.transfer.pages)
         self._transfer, self._registered = other.transfer, list(other._registered)
+
+    def _check_code(self, pages: _native.Pages) -> None:
+        if pages.coded and not self._codes:
+            raise UnknownLayout(
+                f"chunks of these pages hold coded rows; {type(self).__name__} takes plain ones, leave out "
+                "`compression`"
+            )
 
     def _chunks(
         self,

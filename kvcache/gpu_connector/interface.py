@@ -58,6 +58,33 @@ class Completed(Completion):
         return True
 
 
+class Coded(Completion):
+    """A store of coded rows. Chunks from the first one on in which a row has no code count as not copied.
+
+    Args:
+        copies: its copies.
+        refused: int32 [chunks], not 0 where a row had none, once the copies are complete.
+    """
+
+    def __init__(self, copies: Completion, refused: torch.Tensor) -> None:
+        self._copies = copies
+        self._refused = refused
+
+    def done(self) -> bool:
+        return self._copies.done()
+
+    def moved(self, chunks: int) -> int:
+        refused = self._refused[:chunks].nonzero()
+        first = int(refused[0]) if len(refused) else chunks
+        return min(first, self._copies.moved(chunks))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._copies.wait(timeout)
+
+    def order_current_stream(self) -> None:
+        self._copies.order_current_stream()
+
+
 class Failed(Completion):
     """Copies that were not made.
 

@@ -134,5 +134,7 @@ class VLLMPagedMemGPUConnectorV2(BulkConnector):
         spec: what vLLM declares about its pages.
     """
 
+    _codes = True
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)

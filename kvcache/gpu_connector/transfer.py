@@ -16,6 +16,7 @@ for is handed over slice by slice by another thread.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 from kvcache import _native
 from kvcache.gpu_connector.feed import Feed, Feeder, cut
-from kvcache.gpu_connector.interface import Completed, Completion, EventCompletion, LayeredCompletion
+from kvcache.gpu_connector.interface import Coded, Completed, Completion, EventCompletion, LayeredCompletion
 from kvcache.gpu_connector.transfer_plan import Chunks, TransferWay, Way
 
 __all__ = ["RING_SLOTS", "RING_SLOT_BYTES", "Chunks", "PageTransfer", "TransferWay", "Way"]
@@ -99,6 +100,7 @@ class PageTransfer:
         self._loads = _Lane(pages.device, ring_slot_bytes, _TURN)
         # The inputs of a model that decodes wait for one slot at most: smaller ones.
         self._quiet_loads = _Lane(pages.device, ring_slot_bytes // 2, turn=1)
+        self._coding: deque[tuple[Completion, torch.Tensor]] = deque()
         way = TransferWay(Way.HOST) if pages.device < 0 else TransferWay(Way.STAGED, blocks=_BLOCKS)
         self.store_way = self.load_way = self.quiet_load_way = way
 
@@ -136,12 +138,23 @@ class PageTransfer:
         """
         way = self._possible(self.store_way if way is None else way, chunks)
         layers = {"layer_begin": layer_begin, "layer_end": layer_end}
+        if not self.pages.coded:
+            return self._store(chunks, way, layers)
+        refused = torch.zeros(len(chunks.addresses), dtype=torch.int32, pin_memory=self.pages.device >= 0)
+        copies = self._store(chunks, way, {**layers, "refused": refused.data_ptr()})
+        # Kernels write there: it lives as long as they run, whoever keeps the completion.
+        while self._coding and self._coding[0][0].done():
+            self._coding.popleft()
+        self._coding.append((copies, refused))
+        return Coded(copies, refused)
+
+    def _store(self, chunks: Chunks, way: TransferWay, options: dict[str, Any]) -> Completion:
         stream = self.store_stream
         if stream is None:
-            self._queue(self._stores, chunks, True, way, layers)
+            self._queue(self._stores, chunks, True, way, options)
             return Completed()
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        self._queue(self._stores, chunks, True, way, layers)
+        self._queue(self._stores, chunks, True, way, options)
         pages_done = stream.record_event()
         if way.way is not Way.STAGED:
             return EventCompletion(pages_done)
@@ -196,7 +209,7 @@ class PageTransfer:
             return self.load(chunks)
         way = self._possible(self.load_way, chunks)
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        token_bytes, num_layers = self.pages.layout.token_bytes, self.pages.num_layers
+        token_bytes, num_layers = self.pages.chunk_token_bytes, self.pages.num_layers
         layer_bytes = int((chunks.ends - chunks.starts).sum()) * token_bytes
         group = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, layer_bytes)))
         events = []
@@ -220,7 +233,7 @@ class PageTransfer:
             after: the copies start behind it; `now` if None.
         """
         pages_free = self.now() if after is None else after
-        token_bytes = self.pages.layout.token_bytes * self.pages.num_layers
+        token_bytes = self.pages.chunk_token_bytes * self.pages.num_layers
         feed = Feed(cut(chunks, token_bytes), partial(self._feed_slice, pages_free), self._behind_feeds)
         self._feeder.start(feed)
         return feed
@@ -258,16 +271,16 @@ class PageTransfer:
         return TransferWay(Way.STAGED, blocks=_BLOCKS)
 
     def _queue(
-        self, lane: _Lane, chunks: Chunks, store: bool, way: TransferWay, layers: dict[str, Any]
+        self, lane: _Lane, chunks: Chunks, store: bool, way: TransferWay, options: dict[str, Any]
     ) -> None:
         arguments = (self.pages, *chunks.arguments(), store)
         try:
             if way.way is Way.STAGED:
-                lane.ring.transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
+                lane.ring.transfer(*arguments, **options, stream=lane.handle, blocks=way.blocks)
             elif way.way is Way.STRIDED_DMA:
-                _native.strided_dma_transfer(*arguments, **layers, stream=lane.handle)
+                _native.strided_dma_transfer(*arguments, **options, stream=lane.handle)
             else:
-                _native.batched_kv_transfer(*arguments, **layers, stream=lane.handle, blocks=way.blocks)
+                _native.batched_kv_transfer(*arguments, **options, stream=lane.handle, blocks=way.blocks)
         except Exception:
             # The caller gives chunks and pages away now: what was queued, a ring's DMAs too, must have run.
             # Where even waiting fails, the device does nothing any more.

@@ -7,14 +7,17 @@ what is loaded is what was stored a moment before.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvcache import _native
 from kvcache.gpu_connector.feed import LAST_SLICES, SLICES_IN_FLIGHT
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.transfer import GROUP_LAYERS, Chunks, PageTransfer, TransferWay, Way
@@ -45,11 +48,16 @@ def choose_ways(transfer: PageTransfer) -> None:
     """
     if transfer.pages.device < 0:
         return
+    chunks, memory = scratch_chunks(transfer.pages)
+    with _pages_kept(transfer.pages, chunks):
+        _choose(transfer, chunks, memory)
+
+
+def _choose(transfer: PageTransfer, chunks: Chunks, memory: torch.Tensor) -> None:
     device = torch.device("cuda", transfer.pages.device)
-    chunks, memory = scratch_chunks(transfer)
     link = {store: _link_rate(memory, store, device) for store in (True, False)}
     measured: dict[bool, list[TransferWay]] = {True: [], False: []}
-    for way, blocks in _candidates():
+    for way, blocks in _candidates(coded=transfer.pages.coded):
         for store in (True, False):  # a load writes back what the store before it read
             tried = TransferWay(way, blocks)
             run = partial(_run, transfer, chunks, store, tried)
@@ -69,22 +77,50 @@ def choose_ways(transfer: PageTransfer) -> None:
         load.wait()
 
 
-def scratch_chunks(transfer: PageTransfer, limit_bytes: int = _MEASURED_BYTES) -> tuple[Chunks, torch.Tensor]:
+def scratch_chunks(pages: _native.Pages, limit_bytes: int = _MEASURED_BYTES) -> tuple[Chunks, torch.Tensor]:
     """Page-locked chunks for as many tokens as fit into `limit_bytes`, in blocks of random order."""
-    layout, layers = transfer.pages.layout, transfer.pages.num_layers
-    token_bytes = layout.token_bytes * layers
-    tokens = max(1, min(layout.num_slots, limit_bytes // token_bytes))
+    layout = pages.layout
+    tokens = max(1, min(layout.num_slots, limit_bytes // (pages.chunk_token_bytes * pages.num_layers)))
     blocks = np.random.default_rng(0).permutation(layout.num_blocks)[: -(-tokens // layout.block_size)]
     slots = (blocks[:, None] * layout.block_size + np.arange(layout.block_size)).reshape(-1)[:tokens]
-    starts = np.arange(0, tokens, _CHUNK_TOKENS, dtype=np.int64)
-    memory = torch.empty(tokens * token_bytes, dtype=torch.uint8, pin_memory=transfer.pages.device >= 0)
+    return _chunks_of(pages, slots.astype(np.int64))
+
+
+def _chunks_of(pages: _native.Pages, slots: npt.NDArray[np.int64]) -> tuple[Chunks, torch.Tensor]:
+    token_bytes = pages.chunk_token_bytes * pages.num_layers
+    starts = np.arange(0, len(slots), _CHUNK_TOKENS, dtype=np.int64)
+    memory = torch.empty(len(slots) * token_bytes, dtype=torch.uint8, pin_memory=pages.device >= 0)
     chunks = Chunks(
         addresses=(memory.data_ptr() + starts * token_bytes).astype(np.uint64),
         starts=starts,
-        ends=np.minimum(starts + _CHUNK_TOKENS, tokens),
-        slots=slots.astype(np.int64),
+        ends=np.minimum(starts + _CHUNK_TOKENS, len(slots)),
+        slots=slots,
     )
     return chunks, memory
+
+
+@contextlib.contextmanager
+def _pages_kept(pages: _native.Pages, chunks: Chunks) -> Iterator[None]:
+    """Coded rows are measured on numbers such as a model's; then the pages get back what they held."""
+    if not pages.coded:
+        yield
+        return
+    plain = pages.uncoded()
+    kept, _memory = _chunks_of(plain, chunks.slots)
+    numbers, memory = _chunks_of(plain, chunks.slots)
+    memory = memory.view(torch.bfloat16)
+    memory.copy_(torch.randn(1 << 16).to(torch.bfloat16).repeat(len(memory) // (1 << 16) + 1)[: len(memory)])
+    stream = torch.cuda.current_stream(pages.device)
+    copy = partial(_native.batched_kv_transfer, plain, *kept.arguments(), stream=stream.cuda_stream)
+    copy(store=True)
+    _native.batched_kv_transfer(plain, *numbers.arguments(), False, stream=stream.cuda_stream)
+    stream.synchronize()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(pages.device)
+        copy(store=False)
+        stream.synchronize()
 
 
 def measure(run: Callable[[], Completion], runs: int = _RUNS) -> float:
@@ -101,9 +137,10 @@ def _run(transfer: PageTransfer, chunks: Chunks, store: bool, way: TransferWay) 
     return transfer.store(chunks, way=way) if store else transfer.load(chunks, way=way)
 
 
-def _candidates() -> Iterator[tuple[Way, int]]:
-    """The fewest multiprocessors first."""
-    yield Way.STRIDED_DMA, 0
+def _candidates(*, coded: bool) -> Iterator[tuple[Way, int]]:
+    """The fewest multiprocessors first. The copy engine codes nothing."""
+    if not coded:
+        yield Way.STRIDED_DMA, 0
     for blocks in BLOCKS:
         yield Way.STAGED, blocks
         yield Way.DIRECT, blocks

@@ -57,6 +57,8 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
 
     def initialize_kvcaches_ptr(self, *, kvcaches: Sequence[torch.Tensor]) -> None:
         """Takes the pages. Raises UnknownLayout for tensors that are not as declared, or none."""
+        if self._spec.coded:
+            raise UnknownLayout("this connector moves plain rows; leave out `compression`")
         if not kvcaches:
             raise UnknownLayout("no KV tensors were given; one a layer is accepted")
         for tensor in kvcaches:

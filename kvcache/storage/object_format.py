@@ -19,6 +19,8 @@ integers are little-endian. `xxh3` is XXH3-128 in its canonical form.
 | 216 | 3,864 | zeros |
 | 4,080 | 16 | xxh3 of the bytes 0 to 4,079 |
 
+Coded rows (`compression`, `csrc/include/row_codec.h`) are elements of uint8, as many as a row has bytes.
+
 To write: `encode_object`. To read: `open_object` on header and payload, which is the only way to trust a
 payload; or its parts one by one.
 """

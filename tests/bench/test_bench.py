@@ -28,7 +28,7 @@ def test_shapes_are_what_engines_register(shape: Shape) -> None:
     assert pages.layout.token_bytes * shape.layers == shape.token_bytes
 
 
-@pytest.mark.parametrize("shape", CPU_SHAPES, ids=lambda shape: f"{shape.name} {shape.axes}")
+@pytest.mark.parametrize("shape", CPU_SHAPES, ids=lambda shape: f"{shape.name} {shape.axes} {shape.coded}")
 def test_a_measurement_moves_all_bytes(shape: Shape) -> None:
     bench = Bench.of(shape, CPU, 2 << 20)
     chunks = bench.chunks(256)
@@ -41,7 +41,12 @@ def test_a_measurement_moves_all_bytes(shape: Shape) -> None:
     bench.transfer.load(chunks)
     moved = sum(int((tensor.view(torch.uint8) != 0).sum()) for tensor in bench.tensors)
     whole = sum(int((tensor.view(torch.uint8) != 0).sum()) for tensor in pages)
-    assert moved == int((bench.memory != 0).sum()) > 0.9 * bench.memory.nbytes
+    filled = int((bench.memory != 0).sum())
+    if shape.coded:
+        assert 0.6 * bench.memory.nbytes < filled < 0.8 * bench.memory.nbytes
+        assert 0.9 * bench.memory.nbytes < moved
+    else:
+        assert moved == filled > 0.9 * bench.memory.nbytes
     assert moved < whole, "as many pages as chunks: nothing was left out"
 
 

@@ -4,7 +4,7 @@
 Dummy weights answer alike whatever the KV holds, so that answers prove nothing there; pages do.
 
     python -m tests.gpu.pages --model FOLDER --dummy-weights [--graphs] [--beside N] [--mode ours]
-        [--tensor-parallel N] [--pipeline-parallel N]
+        [--compression Lossless] [--tensor-parallel N] [--pipeline-parallel N]
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def main() -> int:
     parser.add_argument("--graphs", action="store_true", help="full CUDA graphs for decoding steps")
     parser.add_argument("--mode", choices=(OURS, LAYERWISE, NATIVE, LMCACHE), default=OURS)
     parser.add_argument("--beside", type=int, default=0, help="requests that decode meanwhile")
+    parser.add_argument("--compression", choices=("None", "Lossless"), default="None")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--tokens", default="777,2048,32768")
@@ -145,6 +146,8 @@ def main() -> int:
     }
     if options.tensor_parallel * options.pipeline_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if options.compression != "None":
+        arguments["dtype"] = "bfloat16"
     if options.device == "cuda":
         arguments |= {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192}
     setup = Setup(
@@ -156,6 +159,7 @@ def main() -> int:
         dummy_weights=options.dummy_weights,
         graphs=options.graphs,
         engine=arguments,
+        compression=options.compression,
     )
     engine = Engine(setup, seed=11)
     right = [compare(engine, tokens, options.beside, number) for number, tokens in enumerate(lengths)]

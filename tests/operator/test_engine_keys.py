@@ -29,6 +29,7 @@ EXPERIMENTAL = {
     "min_retrieve_tokens": "512",
     "skip_last_n_tokens": "8",
     "async_loading": "Never",
+    "compression": "Lossless",
     "lookup_timeout_ms": "250",
     "lease_timeout_s": "60",
     "log_level": "DEBUG",
@@ -91,6 +92,7 @@ BASE: dict[str, Any] = {
     "skip_last_n_tokens": 0,
     "hash_seed": "a",
     "async_loading": "Auto",
+    "compression": "None",
     "lookup_timeout_ms": 500,
     "lease_timeout_s": 300.0,
     "log_level": "INFO",
@@ -176,6 +178,7 @@ OTHERS: dict[Any, Any] = {
     "Sentinel": "Cluster",
     "/run/a": "/run/b",
     "INFO": "DEBUG",
+    "None": "Lossless",
 }
 """For a value of `BASE`, another one that its key may have."""
 AUTO = {"async_loading": "Never", "direct_io": "Enabled", "engine": "Threads", "addressing": "Path"}

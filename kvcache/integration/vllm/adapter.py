@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -103,13 +104,13 @@ class LMCacheConnectorV1Impl(Administered):
         config.check_block_size(block_size)
         if self._is_worker:
             self._namespace = namespace_of(
-                self._vllm_config, self._kv_cache_config, config.chunk_size
+                self._vllm_config, self._kv_cache_config, config.chunk_size, coded=self._layer_spec.coded
             ).digest()
             self._manager.changes = ChangeLog() if _wants_events(self._vllm_config) else None
             return
         client = self._manager.start_lookup_client(_world_size(self._vllm_config))
         spec, layers = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, self._layer_names
-        token_bytes = spec.page_size_bytes * len(layers) // spec.block_size
+        token_bytes = self._layer_spec.chunk_token_bytes * len(layers)
         on_gpu = self._vllm_config.device_config.device_type != "cpu"
         self._scheduler = SchedulerSide(
             config,
@@ -155,21 +156,34 @@ class LMCacheConnectorV1Impl(Administered):
         if self._worker is not None and _world_size(self._vllm_config) == 1:
             ahead.announce(self._manager.runtime_dir, self._worker)
 
-    def _start_engine(self, manager: LMCacheManager, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
+    @property
+    def _layer_spec(self) -> LayerSpec:
+        """What vLLM declares, and whether chunks hold coded rows."""
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        layers = self._layer_names
-        use_mla = type(spec).__name__ == "MLAAttentionSpec"
-        layer_spec = LayerSpec(
+        declared = LayerSpec(
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             dtype=spec.dtype,
             num_blocks=self._kv_cache_config.num_blocks,
-            use_mla=use_mla,
+            use_mla=type(spec).__name__ == "MLAAttentionSpec",
         )
+        wanted = self._manager is not None and self._manager.config.compression == "Lossless"
+        return replace(declared, coded=wanted and declared.can_be_coded)
+
+    def _start_engine(self, manager: LMCacheManager, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
+        layers, layer_spec = self._layer_names, self._layer_spec
+        use_mla = layer_spec.use_mla
         connector = VLLMPagedMemGPUConnectorV2(layer_spec)
         connector.initialize_kvcaches_ptr(kvcaches=[kv_caches[name] for name in layers])
         config = manager.config
+        if config.compression != "None" and not layer_spec.coded:
+            logger.info(
+                "KV cache: KV of %s with %d elements a row is stored as it is; rows of bfloat16 with 64 "
+                "elements and more, a multiple of 32, are compressed",
+                layer_spec.dtype,
+                layer_spec.hidden,
+            )
         shape = KVShape.of(connector, config.chunk_size)
         parallel = self._vllm_config.parallel_config
         named_by = naming_rank(rank, parallel.tensor_parallel_size, use_mla=use_mla)

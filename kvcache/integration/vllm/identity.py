@@ -199,8 +199,17 @@ def _page_order(vllm_config: VllmConfig, block_size: int) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {has_amx} {block_size}"
 
 
-def namespace_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_size: int) -> Namespace:
-    """The namespace of one rank. Raises UnsupportedError where the weights cannot be told apart."""
+def namespace_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_size: int, *, coded: bool = False
+) -> Namespace:
+    """The namespace of one rank. Raises UnsupportedError where the weights cannot be told apart.
+
+    Args:
+        vllm_config: vLLM's.
+        kv_cache_config: vLLM's.
+        chunk_size: tokens of a chunk.
+        coded: chunks hold coded rows.
+    """
     name, revision, weights = _model_identity(vllm_config)
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -210,7 +219,7 @@ def namespace_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
         weights=weights,
         architecture=_architecture(vllm_config),
         dtype=str(vllm_config.model_config.dtype),
-        kv_dtype=f"{cache.cache_dtype}/{spec.dtype}",
+        kv_dtype=f"{cache.cache_dtype}/{spec.dtype}" + "/coded rows 1" * coded,
         kv_scales=str(getattr(spec.kv_quant_mode, "name", "NONE")) if hasattr(spec, "kv_quant_mode") else "",
         num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
         num_kv_heads=spec.num_kv_heads,
