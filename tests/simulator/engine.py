@@ -341,6 +341,6 @@ class _Namespace:
         return bytes(range(16))
 
 
-def _namespace(*_: Any) -> _Namespace:
+def _namespace(*_: Any, **__: Any) -> _Namespace:
     """Reading the model's weights takes longer than a whole simulation."""
     return _Namespace()

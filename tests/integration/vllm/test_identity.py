@@ -30,7 +30,14 @@ print(digest_of(Path(sys.argv[1])).hex())
 """
 
 
-def digest_of(model: Path, chunk_size: int = 256, spec: dict[str, Any] | None = None, **more: Any) -> bytes:
+def digest_of(
+    model: Path,
+    chunk_size: int = 256,
+    spec: dict[str, Any] | None = None,
+    *,
+    coded: bool = False,
+    **more: Any,
+) -> bytes:
     """The namespace of rank 0 of a vLLM."""
     config = EngineArgs(
         model=str(model), **{"dtype": "float32", "enforce_eager": True, **more}
@@ -38,7 +45,7 @@ def digest_of(model: Path, chunk_size: int = 256, spec: dict[str, Any] | None = 
     shape = {"block_size": 128, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, **(spec or {})}
     groups = [KVCacheGroupSpec(["layer0", "layer1"], FullAttentionSpec(**shape))]
     pages = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-    return namespace_of(config, pages, chunk_size).digest()
+    return namespace_of(config, pages, chunk_size, coded=coded).digest()
 
 
 @pytest.fixture
@@ -73,6 +80,7 @@ def test_each_difference_in_configuration_keeps_apart(tiny_model: Path) -> None:
     digests = [
         digest_of(tiny_model),
         digest_of(tiny_model, dtype="bfloat16", spec={"dtype": torch.bfloat16}),
+        digest_of(tiny_model, dtype="bfloat16", spec={"dtype": torch.bfloat16}, coded=True),
         digest_of(tiny_model, kv_cache_dtype="fp8", spec=fp8),
         digest_of(tiny_model, revision="v2"),
         digest_of(tiny_model, chunk_size=512),
