@@ -153,11 +153,11 @@ class CudaRing final : public StagingRing {
         cuda_check(cudaEventRecord(slot.empty, kernels), "cudaEventRecord");
     }
 
-    // Where the next DMA goes. They take turns on two streams, each behind the one before: a copy engine goes
-    // on with one stream as long as that has copies that may run, and all that others move in copies of 64
-    // KiB and more (smaller ones go another way), inputs of the model's next step among them, stands still:
-    // for 77 ms of a load of 4 GiB. Where the stream changes, others get in between. A change costs some 7
-    // us, a slot of 16 MiB takes 0.3 ms (H200).
+    // Where the next DMA goes: after a turn to the other of two streams, behind the one before. A copy engine
+    // goes on with one stream as long as that has copies that may run, and all that others move in copies of
+    // 64 KiB and more (smaller ones go another way), inputs of the model's next step among them, stands
+    // still: for 77 ms of a load of 4 GiB. Where the stream changes, others get in between. A change costs
+    // some 7 us, a slot of 16 MiB takes 0.3 ms (H200).
     cudaStream_t next_stream() const { return copies_[turn_ == 0 ? 0 : dmas_ / turn_ % kStreams]; }
 
     cudaStream_t next_copies() {

@@ -8,10 +8,10 @@
 namespace kvcache {
 
 struct CodedArgs {
-    TransferArgs copy;  // heads: of head_elements contiguous ones; units and vectors are not used
-    uint32_t elements, head_elements;
-    uint32_t longest;  // tokens of the longest piece
-    int32_t* refused;  // by the chunks' numbers: becomes 1 where a row has no code
+    TransferArgs copy;                 // but for what is said there of units, heads and vectors
+    uint32_t elements, head_elements;  // of a row; of what lies together in a page
+    uint32_t longest;                  // tokens of the longest piece
+    int32_t* refused;                  // by the chunks' numbers: becomes 1 where a row has no code
 };
 
 constexpr uint32_t kWarp = 32;

@@ -4,13 +4,9 @@
 #pragma once
 
 #include <cstdint>
-
-#if defined(__CUDACC__)
-#define KVCACHE_INLINE __host__ __device__ __forceinline__
-#else
 #include <cstring>
-#define KVCACHE_INLINE inline
-#endif
+
+#include "host_device.h"
 
 namespace kvcache {
 
