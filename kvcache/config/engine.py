@@ -34,7 +34,7 @@ class LMCacheEngineConfig(Strict):
     it."""
     compression: Literal["None", "Lossless"] = "None"
     """`Lossless`: bfloat16 KV takes some 0.81 of its bytes in all tiers and on the way there, and comes back
-    bit for bit. KV of other types is stored as it is."""
+    bit for bit. KV of other types is stored as it is. Not with `use_layerwise`."""
     lookup_timeout_ms: int = Field(default=500, ge=1, le=60_000)
     """The longest that the scheduler waits for all ranks to answer; after it the answer is a miss."""
     lease_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
