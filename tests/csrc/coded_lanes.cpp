@@ -35,7 +35,7 @@ void fill(std::vector<uint16_t>& elements, uint32_t rare) {
 
 struct Sides {
     std::vector<uint16_t> pages;
-    std::vector<uint64_t> chunks;  // aligned to 8 bytes; rows are copied to where they are a multiple of 16
+    std::vector<uint64_t> chunks;
     std::vector<int32_t> refused;
 };
 

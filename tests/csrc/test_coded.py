@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvcache import _native
@@ -44,8 +44,7 @@ def test_chunks_hold_what_is_described_and_pages_get_it_back(way: str, data: st.
         layout, layers=layers, blocks=blocks, block_size=block_size,
         heads=heads, head_size=head_size, seed=data.draw(st.integers(0, 99)),
     )  # fmt: skip
-    if kv.views[0].shape[3] * kv.views[0].shape[4] % 128:
-        return  # one head where the layout is of MLA: shorter than a code
+    assume(kv.views[0].shape[3] * head_size % 64 == 0)  # one head where the layout is of MLA
     pages, before = coded.pages_of(kv), kv.snapshot()
     slots = random_slots(kv.slots, data.draw(st.integers(1, kv.slots)), block_size, skip=0.2)
     cuts = sorted({0, len(slots), *data.draw(st.lists(st.integers(0, len(slots)), max_size=3))})
