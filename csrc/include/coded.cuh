@@ -8,10 +8,12 @@
 namespace kvcache {
 
 struct CodedArgs {
-    TransferArgs copy;                 // but for what is said there of units, heads and vectors
-    uint32_t elements, head_elements;  // of a row; of what lies together in a page
-    uint32_t longest;                  // tokens of the longest piece
-    int32_t* refused;                  // by the chunks' numbers: becomes 1 where a row has no code
+    TransferArgs copy;          // but for what is said there of units, heads and vectors
+    uint32_t elements;          // of a row
+    FastDivisor head_elements;  // of what lies together in a page
+    FastDivisor longest;        // tokens of the longest piece
+    FastDivisor layers;         // copy.layers
+    int32_t* refused;           // by the chunks' numbers: becomes 1 where a row has no code
 };
 
 constexpr uint32_t kWarp = 32;
@@ -26,9 +28,9 @@ __device__ __forceinline__ uint32_t element(const uint4& vector, uint32_t i) {
 
 // Address of the row's vector `v` in its page.
 __device__ __forceinline__ uint4* in_page(char* page, uint32_t v, const CodedArgs& args) {
-    const uint32_t first = v * kLaneElements, head = first / args.head_elements;
+    const uint32_t first = v * kLaneElements, head = args.head_elements.quotient(first);
     return reinterpret_cast<uint4*>(page + head * args.copy.head_stride +
-                                    int64_t{first - head * args.head_elements} * 2);
+                                    int64_t{first - head * args.head_elements.divisor} * 2);
 }
 
 __device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const CodedArgs& args) {
@@ -93,46 +95,76 @@ __device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const 
     }
 }
 
-// Two elements, of the two lowest bytes and the two lowest codes.
-__device__ __forceinline__ uint32_t pair(uint32_t bytes, uint32_t codes, uint32_t base) {
-    return element_of(bytes & 255, codes & 15, base) | element_of(bytes >> 8 & 255, codes >> 4 & 15, base)
-                                                           << 16;
+// Four numbers of a byte each, in the order of the elements; arithmetic on a word does not carry between
+// them.
+constexpr uint32_t kEach = 0x01010101;
+constexpr uint32_t kHighBits = 0x80808080;
+
+// Exponents of four elements from their codes.
+__device__ __forceinline__ uint32_t exponents(uint32_t codes, uint32_t bases) {
+    const uint32_t zeros = (codes * 8 + 8 * kEach & kHighBits) / 128 * 255;  // 255 where a code is kZeroCode
+    const uint32_t differences = ((bases | kHighBits) - codes) ^ (~bases & kHighBits);
+    return differences & ~zeros;
+}
+
+// Eight elements of a row whose base is in each byte of `bases`.
+__device__ __forceinline__ uint4 elements_of(const uint2& bytes, uint32_t codes, uint32_t bases) {
+    const uint32_t even = exponents(codes & 15 * kEach, bases),
+                   odd = exponents(codes >> 4 & 15 * kEach, bases);
+    const uint32_t first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
+    const auto lower = [](uint32_t byte, uint32_t exponent) {
+        return (byte & ~kHighBits) | (exponent << 7 & kHighBits);
+    };
+    const auto upper = [](uint32_t byte, uint32_t exponent) {
+        return (byte & kHighBits) | (exponent >> 1 & ~kHighBits);
+    };
+    const uint32_t low[2] = {lower(bytes.x, first), lower(bytes.y, second)};
+    const uint32_t high[2] = {upper(bytes.x, first), upper(bytes.y, second)};
+    return make_uint4(__byte_perm(low[0], high[0], 0x5140), __byte_perm(low[0], high[0], 0x7362),
+                      __byte_perm(low[1], high[1], 0x5140), __byte_perm(low[1], high[1], 0x7362));
 }
 
 __device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs& args) {
     const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
     const auto* const header = reinterpret_cast<const uint32_t*>(coded + args.elements + args.elements / 2);
-    const uint32_t base = *header & 255;
+    const uint32_t bases = (*header & 255) * kEach;
     const uint32_t exceptions = min(*header >> 16, code_exceptions(args.elements));
-    for (uint32_t v = lane; v < vectors; v += kWarp) {
-        const uint2 bytes = __ldcs(reinterpret_cast<const uint2*>(coded) + v);
-        const uint32_t codes = __ldcs(reinterpret_cast<const uint32_t*>(coded + args.elements) + v);
-        uint4 row = make_uint4(pair(bytes.x, codes, base), pair(bytes.x >> 16, codes >> 8, base),
-                               pair(bytes.y, codes >> 16, base), pair(bytes.y >> 16, codes >> 24, base));
-        for (uint32_t e = 0; e < exceptions; ++e) {
-            const uint32_t entry = header[1 + e], index = entry & 0xffff;
-            if (index / kLaneElements != v) continue;
-            const uint32_t shift = 16 * (index & 1), kept = ~(0xffffu << shift), now = (entry >> 16) << shift;
-            const uint32_t word = index % kLaneElements / 2;  // compared, since an index would need memory
-            row.x = word == 0 ? (row.x & kept) | now : row.x;
-            row.y = word == 1 ? (row.y & kept) | now : row.y;
-            row.z = word == 2 ? (row.z & kept) | now : row.z;
-            row.w = word == 3 ? (row.w & kept) | now : row.w;
+    for (uint32_t first = lane; first < vectors; first += kWarp * kInFlight) {
+        uint2 bytes[kInFlight];
+        uint32_t codes[kInFlight];
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            const uint32_t v = first + i * kWarp;
+            if (v >= vectors) continue;
+            bytes[i] = __ldcs(reinterpret_cast<const uint2*>(coded) + v);
+            codes[i] = __ldcs(reinterpret_cast<const uint32_t*>(coded + args.elements) + v);
         }
-        __stcs(in_page(page, v, args), row);
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            const uint32_t v = first + i * kWarp;
+            if (v < vectors) __stcs(in_page(page, v, args), elements_of(bytes[i], codes[i], bases));
+        }
+    }
+    if (exceptions == 0) return;
+    __syncwarp();  // over other lanes' vectors
+    for (uint32_t e = lane; e < exceptions; e += kWarp) {
+        const uint32_t entry = header[1 + e], index = entry & 0xffff;
+        if (index >= args.elements) continue;
+        auto* const vector = reinterpret_cast<uint16_t*>(in_page(page, index / kLaneElements, args));
+        vector[index % kLaneElements] = static_cast<uint16_t>(entry >> 16);
     }
 }
 
 template <bool kStore>
 __global__ void __launch_bounds__(kThreads) coded_kernel(const CodedArgs args) {
     const TransferArgs& copy = args.copy;
-    const uint32_t rows = copy.num_pieces * copy.layers * args.longest * copy.planes;
+    const uint32_t rows = copy.num_pieces * copy.layers * args.longest.divisor * copy.planes;
     const uint32_t warps = gridDim.x * (kThreads / kWarp);
     for (uint32_t row = (blockIdx.x * kThreads + threadIdx.x) / kWarp; row < rows; row += warps) {
-        const uint32_t plane = row % copy.planes, number = row / copy.planes;
-        const uint32_t token = number % args.longest, slice = number / args.longest;
-        const uint32_t layer = slice % copy.layers;
-        const Piece piece = copy.pieces[slice / copy.layers];
+        const uint32_t plane = row & (copy.planes - 1), number = row >> (copy.planes - 1);  // 1 or 2 planes
+        const uint32_t slice = args.longest.quotient(number), token = number - slice * args.longest.divisor;
+        const uint32_t place = args.layers.quotient(slice), layer = slice - place * copy.layers;
+        const Piece piece = copy.pieces[place];
         if (token >= piece.tokens) continue;
         const int32_t slot = __ldg(copy.slots + piece.slot_begin + token);
         if (slot < 0) continue;

@@ -49,7 +49,7 @@ int differences(const char* what, const void* one, const void* other, size_t byt
 int compare(bool& refused) {
     const bool head_major = upto(1) == 1;
     const int64_t planes = 1 + upto(1), layers = 2, block_size = 4, num_blocks = 5;
-    const int64_t heads = 1 + upto(3), head = 32 * (1 + upto(4)), elements = heads * head;
+    const int64_t heads = 1 + upto(9), head = 32 * (1 + upto(4)), elements = heads * head;
     PagedLayout layout;
     layout.heads = heads;
     layout.head_bytes = 2 * head;
@@ -108,8 +108,9 @@ int compare(bool& refused) {
         args.copy.head_stride = layout.head_stride;
         args.copy.chunk_token_stride = token;
         args.elements = static_cast<uint32_t>(elements);
-        args.head_elements = static_cast<uint32_t>(head_major && heads > 1 ? head : elements);
-        args.longest = static_cast<uint32_t>(std::max(cut, end - cut));
+        args.head_elements = FastDivisor(static_cast<uint32_t>(head_major && heads > 1 ? head : elements));
+        args.longest = FastDivisor(static_cast<uint32_t>(std::max(cut, end - cut)));
+        args.layers = FastDivisor(layers);
         args.refused = side.refused.data();
         lanes::run([&] { store ? coded_kernel<true>(args) : coded_kernel<false>(args); }, kThreads);
     };

@@ -69,6 +69,13 @@ inline uint32_t __shfl_sync(uint32_t, uint32_t value, uint32_t from) {
     return lanes::exchange(lane_of_warp(), value, [=] { return lanes::told[from]; });
 }
 inline void __syncwarp() { lanes::meet.arrive_and_wait(); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = uint64_t{high} << 32 | low;
+    uint32_t result = 0;
+    for (uint32_t i = 0; i < 4; ++i)
+        result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
 template <class T>
 T __ldg(const T* address) {
     return *address;
