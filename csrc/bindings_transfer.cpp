@@ -252,6 +252,19 @@ void register_transfer(py::module_& m) {
             },
             "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
             "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0, "blocks"_a = 0, "refused"_a = 0)
+        .def(
+            "strided_dma",
+            [](StagingRing& ring, const Pages& pages, const py::object& addresses, const py::object& starts,
+               const py::object& ends, const py::object& slot_mapping, bool store, int64_t layer_begin,
+               std::optional<int64_t> layer_end, uint64_t stream) {
+                const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
+                                                     true, layer_begin, layer_end);
+                const py::gil_scoped_release release;
+                check(pages, bound.batch);
+                ring.strided_dma(pages, bound.batch, stream);
+            },
+            "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
+            "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0)
         .def("record", &StagingRing::record, "event"_a, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -334,6 +334,23 @@ class StagingRing:
         is on `stream`; those of a store end after it, see `record`.
         """
 
+    def strided_dma(
+        self,
+        pages: Pages,
+        addresses: npt.NDArray[np.uint64],
+        starts: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        slot_mapping: npt.NDArray[np.int64],
+        store: bool,
+        *,
+        layer_begin: int = 0,
+        layer_end: int | None = None,
+        stream: int = 0,
+    ) -> None:
+        """`strided_dma_transfer` of token-major chunks past the slots, in portions of a slot's bytes that
+        take the turns of DMAs: behind what `stream` was given, and before what it is given next.
+        """
+
     def record(self, event: int) -> None:
         """Records a CUDA event (its handle) behind all DMAs so far; no stream waits for them."""
 

@@ -2,6 +2,7 @@
 #include <mutex>
 #include <vector>
 
+#include "boxes.h"
 #include "cuda_check.h"
 #include "device.h"
 #include "dma.h"
@@ -27,6 +28,7 @@ class CudaRing final : public StagingRing {
             cuda_check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
                        "cudaStreamCreate");
         last_stream_ = copies_[0];
+        cuda_check(cudaEventCreateWithFlags(&border_, cudaEventDisableTiming), "cudaEventCreate");
         slots_.resize(static_cast<size_t>(num_slots));
         for (size_t i = 0; i < slots_.size(); ++i) {
             slots_[i].address = reinterpret_cast<uint64_t>(memory_) + i * slot_bytes;
@@ -49,6 +51,7 @@ class CudaRing final : public StagingRing {
             cudaStreamSynchronize(stream);
             cudaStreamDestroy(stream);
         }
+        cudaEventDestroy(border_);
         cudaFree(memory_);
         cudaSetDevice(former);
         cudaGetLastError();
@@ -78,6 +81,27 @@ class CudaRing final : public StagingRing {
             next_ = (next_ + 1) % slots_.size();
         }
         launch.done(kernels);
+    }
+
+    void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream) override {
+        const std::lock_guard lock(mutex_);
+        const DeviceScope scope(device_);
+        const size_t most = turn_ == 0 ? PTRDIFF_MAX : slot_bytes_;
+        const std::vector<std::vector<Box>> all = portions(plan_boxes(pages, batch), most);
+        if (all.empty()) return;
+        const cudaStream_t caller = stream_of(stream);
+        cuda_check(cudaEventRecord(border_, caller), "cudaEventRecord");
+        for (size_t i = 0; i < all.size(); ++i) {
+            const cudaStream_t copies = next_copies();
+            // All others are behind the first.
+            if (i == 0) cuda_check(cudaStreamWaitEvent(copies, border_, 0), "cudaStreamWaitEvent");
+            cuda_copy_boxes(all[i], batch.store, device_, reinterpret_cast<uint64_t>(copies));
+            // A slot's event; whoever fills that slot next records it anew.
+            last_ = slots_[next_].full;
+            next_ = (next_ + 1) % slots_.size();
+            cuda_check(cudaEventRecord(last_, copies), "cudaEventRecord");
+        }
+        cuda_check(cudaStreamWaitEvent(caller, last_, 0), "cudaStreamWaitEvent");
     }
 
     void record(uint64_t event) override {
@@ -161,10 +185,11 @@ class CudaRing final : public StagingRing {
     cudaStream_t next_stream() const { return copies_[turn_ == 0 ? 0 : dmas_ / turn_ % kStreams]; }
 
     cudaStream_t next_copies() {
-        last_stream_ = next_stream();
+        const cudaStream_t next = next_stream();
         ++dmas_;
-        if (last_ != nullptr) cuda_check(cudaStreamWaitEvent(last_stream_, last_, 0), "cudaStreamWaitEvent");
-        return last_stream_;
+        if (last_ != nullptr && next != last_stream_)
+            cuda_check(cudaStreamWaitEvent(next, last_, 0), "cudaStreamWaitEvent");
+        return last_stream_ = next;
     }
 
     static constexpr size_t kStreams = 2;
@@ -177,6 +202,7 @@ class CudaRing final : public StagingRing {
     size_t dmas_ = 0;
     cudaStream_t last_stream_ = nullptr;  // of the last DMA
     cudaEvent_t last_ = nullptr;          // behind it
+    cudaEvent_t border_ = nullptr;        // behind what the caller's stream was given
     std::vector<Slot> slots_;
     size_t next_ = 0;
     std::mutex mutex_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "boxes.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "slot_runs.h"
@@ -48,15 +49,19 @@ std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
     const int64_t layers = batch.layer_end - batch.layer_begin;
     const bool across_blocks = page.block_stride == page.block_size * page.token_stride;
     const std::vector<LayerGroup> groups = equidistant_layers(pages, batch);
+    // Runs are copied one by one in any case: in the order in which they lie in the chunk.
+    std::vector<LayerGroup> single;
+    for (int64_t layer = 0; layer < layers; ++layer) single.push_back({layer, 1, 0});
     std::vector<Box> boxes;
     for (const ChunkRef& chunk : batch.chunks) {
         const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
         const RunShape shape = run_shape(pages, strides);
-        for (const SlotRun& run : slot_runs(page, batch.slots, chunk.start, chunk.end, across_blocks)) {
-            for (const LayerGroup& group : groups) {
-                const uint64_t* const bases =
-                    &pages.bases[static_cast<size_t>((batch.layer_begin + group.first) * page.planes)];
-                for (int64_t plane = 0; plane < shape.planes; ++plane) {
+        const std::vector<SlotRun> runs = slot_runs(page, batch.slots, chunk.start, chunk.end, across_blocks);
+        for (const LayerGroup& group : shape.tokens_contiguous ? single : groups) {
+            const uint64_t* const bases =
+                &pages.bases[static_cast<size_t>((batch.layer_begin + group.first) * page.planes)];
+            for (int64_t plane = 0; plane < shape.planes; ++plane) {
+                for (const SlotRun& run : runs) {
                     for (int64_t head = 0; head < shape.heads; ++head) {
                         Box box;
                         box.paged =
@@ -81,12 +86,35 @@ std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
     return boxes;
 }
 
+std::vector<std::vector<Box>> portions(const std::vector<Box>& boxes, size_t bytes) {
+    std::vector<std::vector<Box>> all;
+    size_t room = 0;
+    for (Box box : boxes) {
+        const size_t slice_bytes = box.bytes * static_cast<size_t>(box.rows);
+        for (int64_t left = box.slices; left > 0; left -= box.slices) {
+            if (all.empty() || room < slice_bytes) {
+                all.emplace_back();
+                room = std::max(bytes, slice_bytes);
+            }
+            box.slices = std::min(left, static_cast<int64_t>(room / slice_bytes));
+            all.back().push_back(box);
+            room -= static_cast<size_t>(box.slices) * slice_bytes;
+            box.paged += static_cast<uint64_t>(box.slices * box.paged_slice);
+            box.packed += static_cast<uint64_t>(box.slices * box.packed_slice);
+        }
+    }
+    return all;
+}
+
 void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream) {
     const std::vector<Box> boxes = plan_boxes(pages, batch);
-    if (pages.device >= 0) {
+    if (pages.device >= 0)
         cuda_copy_boxes(boxes, batch.store, pages.device, stream);
-        return;
-    }
+    else
+        host_copy_boxes(boxes, batch.store);
+}
+
+void host_copy_boxes(const std::vector<Box>& boxes, bool store) {
     for (const Box& box : boxes) {
         for (int64_t slice = 0; slice < box.slices; ++slice) {
             for (int64_t row = 0; row < box.rows; ++row) {
@@ -94,7 +122,7 @@ void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream) {
                     reinterpret_cast<char*>(box.paged) + slice * box.paged_slice + row * box.paged_row;
                 auto* const packed =
                     reinterpret_cast<char*>(box.packed) + slice * box.packed_slice + row * box.packed_row;
-                std::memcpy(batch.store ? packed : paged, batch.store ? paged : packed, box.bytes);
+                std::memcpy(store ? packed : paged, store ? paged : packed, box.bytes);
             }
         }
     }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "boxes.h"
 #include "segments.h"
 
 namespace kvcache {
@@ -33,6 +34,11 @@ class HostRing final : public StagingRing {
                 std::memcpy(reinterpret_cast<void*>(part.address), slot + part.offset, part.bytes);
             }
         }
+    }
+
+    void strided_dma(const Pages& pages, const Batch& batch, uint64_t) override {
+        for (const std::vector<Box>& portion : portions(plan_boxes(pages, batch), slot_bytes_))
+            host_copy_boxes(portion, batch.store);
     }
 
     void record(uint64_t) override {}

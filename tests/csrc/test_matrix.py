@@ -115,12 +115,19 @@ def by_ring(slot_tokens: int, pages: _native.Pages, *arguments: Any) -> None:
     _native.StagingRing(-1, slot_tokens * pages.layout.token_bytes, 2).transfer(pages, *arguments)
 
 
+def by_copy_engine(slot_tokens: int, pages: _native.Pages, *arguments: Any) -> None:
+    """In portions of a ring's slots, which it goes past."""
+    _native.StagingRing(-1, slot_tokens * pages.layout.token_bytes, 2).strided_dma(pages, *arguments)
+
+
 WAYS: dict[str, Callable[..., None]] = {
     "batched": _native.batched_kv_transfer,
     "strided": _native.strided_dma_transfer,
     "by layer": by_layer,
     "small ring": partial(by_ring, 1),
     "ring": partial(by_ring, 50),
+    "small portions": partial(by_copy_engine, 1),
+    "portions": partial(by_copy_engine, 50),
 }
 
 
