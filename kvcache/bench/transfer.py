@@ -17,6 +17,7 @@ import torch
 
 from kvcache.bench.shapes import CPU_SHAPES, LLAMA_8B, SHAPES, Shape
 from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.layout import joined_where_pages_are
 from kvcache.gpu_connector.transfer import RING_SLOT_BYTES, Chunks, PageTransfer, TransferWay, Way
 from kvcache.gpu_connector.ways import BLOCKS
 
@@ -69,7 +70,8 @@ class Bench:
         """About `total_bytes` of chunks, twice as many pages."""
         blocks = max(1, total_bytes // (shape.token_bytes * shape.block_size))
         tensors = shape.tensors(2 * blocks, device)
-        transfer = PageTransfer(shape.spec(2 * blocks).register(tensors), ring_slot_bytes=ring_slot_bytes)
+        spec = joined_where_pages_are(shape.spec(2 * blocks), tensors[0])
+        transfer = PageTransfer(spec.register(tensors), ring_slot_bytes=ring_slot_bytes)
         order = np.random.default_rng().permutation(2 * blocks)[:blocks]
         slots = (order[:, None] * shape.block_size + np.arange(shape.block_size)).reshape(-1).astype(np.int64)
         size = len(slots) * shape.token_bytes

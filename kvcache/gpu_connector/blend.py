@@ -45,6 +45,9 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
         fused_rotary_emb: moves keys; None leaves them as they are.
         buffer_limit_bytes: the most that the buffers may take; None for no limit.
 
+    Raises:
+        ValueError: joined rows, of which keys could not be told from values.
+
     Attributes:
         gpu_buffer_allocator: where the two buffers come from; None before `initialize_kvcaches_ptr`.
     """
@@ -56,6 +59,8 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
         *,
         buffer_limit_bytes: int | None = None,
     ) -> None:
+        if getattr(spec, "joined", False):
+            raise ValueError(f"{spec} has joined rows; blending needs keys in rows of their own")
         super().__init__(spec)
         self.fused_rotary_emb = fused_rotary_emb
         self.gpu_buffer_allocator: GPUBufferAllocator | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "describe_layer",
     "describe_layers",
     "device_index",
+    "joined_where_pages_are",
     "token_view",
     "verify_code",
     "verify_layout",
@@ -53,6 +54,11 @@ class LayerSpec:
         use_mla: one latent in the place of keys and values.
         axes: the tensor's axes if the engine says them, such as `2BNHD`; None to find the only ones that fit.
         coded: chunks hold bfloat16 in fewer bytes, without loss (`can_be_coded`).
+        joined: chunks keep a head's key and value side by side, as the pages have them: one row of both a
+            token (`joined_where_pages_are`).
+
+    Raises:
+        ValueError: joined rows that are coded, or of MLA, which has one row anyway.
     """
 
     block_size: int
@@ -63,15 +69,26 @@ class LayerSpec:
     use_mla: bool = False
     axes: str | None = None
     coded: bool = False
+    joined: bool = False
+
+    def __post_init__(self) -> None:
+        if self.joined and (self.coded or self.use_mla):
+            raise ValueError("joined rows that are coded, or of MLA; joined, coded or neither is accepted")
 
     @property
     def planes(self) -> int:
-        return 1 if self.use_mla else 2
+        """Rows of a token in a chunk: its key and its value, or one of both."""
+        return 1 if self.use_mla or self.joined else 2
 
     @property
     def hidden(self) -> int:
-        """Elements of one token's key, or of its latent."""
-        return self.num_kv_heads * self.head_size
+        """Elements of a row: of one token's key, of its latent, or of key and value."""
+        return self.num_kv_heads * self.head_size * (2 if self.joined else 1)
+
+    @property
+    def content(self) -> int:
+        """Elements of one head and token in the pages: key and value, or the latent."""
+        return self.head_size * (1 if self.use_mla else 2)
 
     @property
     def can_be_coded(self) -> bool:
@@ -94,6 +111,22 @@ class LayerSpec:
             if self.coded:
                 verify_code(tensor, self)
         return pages
+
+
+def joined_where_pages_are(spec: LayerSpec, tensor: torch.Tensor) -> LayerSpec:
+    """`spec` with joined rows where tokens of a block follow each other in the pages, each with the keys and
+    values of all its heads: of chunks with such rows a block of a layer is one run on both sides, which a
+    copy engine moves as it is.
+
+    Raises:
+        UnknownLayout: as `describe_layer`.
+    """
+    if spec.coded or spec.use_mla:
+        return spec
+    layout = describe_layer(tensor, spec)
+    head = 2 * layout.head_bytes
+    runs = (layout.kv_stride, layout.token_stride) == (layout.head_bytes, layout.heads * head)
+    return replace(spec, joined=True) if runs and layout.head_stride == head else spec
 
 
 def describe_layer(tensor: torch.Tensor, spec: LayerSpec) -> PagedLayout:
@@ -299,12 +332,13 @@ def _layout(tensor: torch.Tensor, axes: str, spec: LayerSpec) -> PagedLayout | N
         return None
     size = dict(zip(axes, tensor.shape, strict=True))
     stride = dict(zip(axes, (step * tensor.element_size() for step in tensor.stride()), strict=True))
-    head_bytes = spec.head_size * tensor.element_size()
+    head_bytes = (spec.content if spec.joined else spec.head_size) * tensor.element_size()
     fits = (
         size.get("2", 2) == 2
         and size.get("H", spec.num_kv_heads) == spec.num_kv_heads
         and size.get("D", spec.head_size) == spec.head_size
-        and size.get("C", spec.planes * spec.head_size) == spec.planes * spec.head_size
+        and size.get("C", spec.content) == spec.content
+        and ("C" in size or not spec.joined)
         and size["N"] > 0
         and spec.block_size % size["N"] == 0
         and size["B"] == spec.num_blocks * (spec.block_size // size["N"])
@@ -314,7 +348,7 @@ def _layout(tensor: torch.Tensor, axes: str, spec: LayerSpec) -> PagedLayout | N
     if not fits:
         return None
     return PagedLayout(
-        kv_stride=0 if spec.use_mla else stride.get("2", head_bytes),
+        kv_stride=0 if spec.planes == 1 else stride.get("2", head_bytes),
         block_stride=stride["B"],
         token_stride=stride["N"],
         head_stride=stride.get("H", head_bytes),

@@ -278,7 +278,7 @@ class PageTransfer:
             if way.way is Way.STAGED:
                 lane.ring.transfer(*arguments, **options, stream=lane.handle, blocks=way.blocks)
             elif way.way is Way.STRIDED_DMA:
-                _native.strided_dma_transfer(*arguments, **options, stream=lane.handle)
+                lane.ring.strided_dma(*arguments, **options, stream=lane.handle)
             else:
                 _native.batched_kv_transfer(*arguments, **options, stream=lane.handle, blocks=way.blocks)
         except Exception:

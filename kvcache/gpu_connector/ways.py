@@ -33,8 +33,8 @@ _GOOD_ENOUGH = 0.75
 multiprocessor is worth more than a quarter of the link: a matrix product of 8,192 beside both directions
 loses 6 to 13 % to gathering kernels, 1.7 % to the copy engine alone and 1.5 % to plain copies (H200)."""
 _QUIET_BLOCKS = 4
-"""A load beside a model that decodes takes at least so many: two, which are enough on an idle GPU, bring
-36 GB/s there and four 47. And it goes through the ring, which leaves the copy engine to others in between."""
+"""Where the copy engine does not move the blocks themselves, a load beside a model that decodes goes through
+the ring and takes at least so many: two, which are enough on an idle GPU, bring 36 GB/s there and four 47."""
 _HOPELESS = 0.5
 """A way that reaches less than this share of the link when it is first tried is not tried again."""
 BLOCKS = (2, 4, 8)
@@ -67,8 +67,7 @@ def _choose(transfer: PageTransfer, chunks: Chunks, memory: torch.Tensor) -> Non
             measured[store].append(TransferWay(way, blocks, memory.nbytes / seconds, link[store]))
     transfer.store_way = _best(measured[True], _GOOD_ENOUGH)
     transfer.load_way = _best(measured[False], _AS_GOOD)
-    quiet = [way for way in measured[False] if way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS]
-    transfer.quiet_load_way = _best(quiet, _GOOD_ENOUGH)
+    transfer.quiet_load_way = _best([way for way in measured[False] if _is_quiet(way)], _GOOD_ENOUGH)
     # So many loads at once, slices or groups of layers, take their tables from memory that is page-locked
     # now, not while requests decode.
     at_once = max(SLICES_IN_FLIGHT + LAST_SLICES, -(-transfer.pages.num_layers // GROUP_LAYERS))
@@ -144,6 +143,11 @@ def _candidates(*, coded: bool) -> Iterator[tuple[Way, int]]:
     for blocks in BLOCKS:
         yield Way.STAGED, blocks
         yield Way.DIRECT, blocks
+
+
+def _is_quiet(way: TransferWay) -> bool:
+    """May run beside a model that decodes: it leaves the copy engine to others in between."""
+    return way.way is Way.STRIDED_DMA or (way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS)
 
 
 def _link_rate(memory: torch.Tensor, store: bool, device: torch.device) -> float:

@@ -40,7 +40,8 @@ class Namespace:
     tensor_parallel: int
     pipeline_parallel: int
     page_order: str = ""
-    """What the order of a page's bytes depends on where it is not that of its tokens."""
+    """What the order of a chunk's bytes depends on where it is not that of tokens, each its key and then its
+    value."""
     format_version: int = FORMAT_VERSION
 
     def digest(self) -> bytes:

@@ -28,7 +28,10 @@ KV_LAYOUTS = (
     "BNHC",
 )
 MLA_LAYOUTS = ("MLA BNC", "MLA B1NC", "MLA BLNC")
-LAYOUTS = KV_LAYOUTS + MLA_LAYOUTS
+PLAIN_LAYOUTS = KV_LAYOUTS + MLA_LAYOUTS
+JOINED_LAYOUTS = ("joined LBNHC", "joined BLNHC", "joined LBHNC")
+"""Whose chunks have a key and its value side by side."""
+LAYOUTS = PLAIN_LAYOUTS + JOINED_LAYOUTS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -82,7 +85,7 @@ def make_kv(
     """KV tensors of the layout with random content."""
     mla = layout.startswith("MLA")
     heads = 1 if mla else heads
-    name = layout.removeprefix("MLA ")
+    name = layout.removeprefix("MLA ").removeprefix("joined ")
     size = {"L": layers, "B": blocks, "N": block_size, "H": heads, "1": 1, "2": 2}
     size["D"] = head_size * dtype.itemsize
     size["C"] = size["D"] * (1 if mla else 2)
@@ -95,6 +98,7 @@ def make_kv(
         dtype=dtype,
         num_blocks=blocks,
         use_mla=mla,
+        joined=layout in JOINED_LAYOUTS,
     )
     return _over(layout, spec, storage)
 
@@ -113,7 +117,7 @@ def _physical(name: str) -> str:
 
 def _over(layout: str, spec: LayerSpec, storage: torch.Tensor) -> PagedKV:
     """The layers' tensors over storage whose dimensions are the layout's."""
-    name = layout.removeprefix("MLA ")
+    name = layout.removeprefix("MLA ").removeprefix("joined ")
     physical = _physical(name)
     axes = physical.replace("L", "")
     at = physical.index("L")
@@ -125,7 +129,7 @@ def _over(layout: str, spec: LayerSpec, storage: torch.Tensor) -> PagedKV:
     elif name == "BLNC":
         logical = "BNC"
     per_layer = [layer.permute([axes.index(axis) for axis in logical]) for layer in per_layer]
-    content = spec.head_size * spec.dtype.itemsize
+    content = (spec.content if spec.joined else spec.head_size) * spec.dtype.itemsize
     views = [_as_tokens(layer, logical, spec.planes, content) for layer in per_layer]
     return PagedKV(layout, spec, storage, [layer.view(spec.dtype) for layer in per_layer], views)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvcache import _native
 from tests.csrc import coded
-from tests.csrc.layouts import LAYOUTS, make_kv, random_slots
+from tests.csrc.layouts import PLAIN_LAYOUTS, make_kv, random_slots
 
 
 def by_ring(slot_tokens: int, pages: _native.Pages, *arguments: Any, refused: int) -> None:
@@ -39,7 +39,7 @@ def test_chunks_hold_what_is_described_and_pages_get_it_back(way: str, data: st.
         st.sampled_from([(1, 64), (2, 32), (3, 64), (5, 128), (8, 8), (1, 576), (2, 160)])
     )
     block_size, blocks = data.draw(st.sampled_from([(1, 40), (7, 9), (16, 3)]))
-    layout, layers = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.integers(1, 3))
+    layout, layers = data.draw(st.sampled_from(PLAIN_LAYOUTS)), data.draw(st.integers(1, 3))
     kv = coded.kv(
         layout, layers=layers, blocks=blocks, block_size=block_size,
         heads=heads, head_size=head_size, seed=data.draw(st.integers(0, 99)),

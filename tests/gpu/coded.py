@@ -16,7 +16,7 @@ from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.gpu_connector.transfer import Chunks, PageTransfer, TransferWay, Way
 from tests.csrc import coded
-from tests.csrc.layouts import LAYOUTS, random_slots
+from tests.csrc.layouts import PLAIN_LAYOUTS, random_slots
 from tests.gpu.tools import GPU, LAYERS, addresses, pinned, same_pages
 
 
@@ -25,7 +25,7 @@ def check_coded_rows(small: bool = False) -> None:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     shapes = ((23, 16, 2, 64, 333), (40, 1, 3, 64, 13), (5, 128, 8, 128, 421), (37, 7, 1, 576, 111))
     for layout, (blocks, block_size, heads, head_size, tokens) in itertools.product(
-        LAYOUTS[:: 5 if small else 1], shapes[: 2 if small else 4]
+        PLAIN_LAYOUTS[:: 5 if small else 1], shapes[: 2 if small else 4]
     ):
         host = coded.kv(
             layout, layers=LAYERS, blocks=blocks, block_size=block_size, heads=heads, head_size=head_size

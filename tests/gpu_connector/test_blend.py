@@ -10,6 +10,7 @@ import torch
 from kvcache import _native
 from kvcache.gpu_connector.base import layer_slices
 from kvcache.gpu_connector.blend import VLLMBufferLayerwiseGPUConnector
+from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.rotary import FusedRotary
 from kvcache.memory.objects import MemoryObj
 from tests.csrc.layouts import random_slots, scatter
@@ -201,6 +202,12 @@ def test_too_little_memory_for_buffers_is_an_error_of_that_load() -> None:
     assert made.connector.gpu_buffer_allocator.in_use_bytes == 0
     assert all(map(torch.equal, made.kv.snapshot(), before))
     made.close()
+
+
+def test_joined_rows_are_refused() -> None:
+    spec = LayerSpec(4, 2, 8, torch.float32, 6, joined=True)
+    with pytest.raises(ValueError, match="blending needs keys in rows of their own"):
+        VLLMBufferLayerwiseGPUConnector(spec)
 
 
 def test_positions_are_one_a_token(one: Rig) -> None:

@@ -13,10 +13,11 @@ from kvcache.gpu_connector.layout import (
     UnknownLayout,
     describe_layer,
     describe_layers,
+    joined_where_pages_are,
     verify_code,
     verify_layout,
 )
-from tests.csrc.layouts import DTYPES, LAYOUTS, axes_of, make_kv
+from tests.csrc.layouts import DTYPES, KV_LAYOUTS, LAYOUTS, PLAIN_LAYOUTS, axes_of, make_kv
 
 sized = partial(make_kv, layers=3, blocks=6, block_size=4, heads=5, head_size=8)
 
@@ -27,7 +28,8 @@ def test_every_layout_is_read_off_and_verified(layout: str, dtype: torch.dtype) 
     kv = sized(layout, dtype=dtype)
     pages = describe_layers(kv.tensors, kv.spec)
     got = pages.layout
-    assert (got.block_size, got.num_blocks, got.planes) == (4, 6, 1 if layout.startswith("MLA") else 2)
+    assert (got.block_size, got.num_blocks, got.planes) == (4, 6, kv.spec.planes)
+    assert got.planes == (1 if layout.startswith(("MLA", "joined")) else 2)
     assert got.heads * got.head_bytes == kv.spec.hidden * dtype.itemsize
     before = kv.snapshot()
     for tensor, view in zip(kv.tensors, kv.views, strict=True):
@@ -147,7 +149,28 @@ def test_verification_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(map(torch.equal, kv.snapshot(), before))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+def test_rows_are_joined_where_blocks_of_the_pages_are_runs_of_tokens(layout: str) -> None:
+    kv = sized(layout, dtype=torch.bfloat16)
+    spec = joined_where_pages_are(replace(kv.spec, axes=axes_of(layout)), kv.tensors[0])
+    assert spec.joined == (layout in {"LBNHC", "BLNHC", "BNHC"})
+    assert spec.chunk_token_bytes == kv.spec.chunk_token_bytes == kv.token_bytes
+    pages = spec.register(kv.tensors)
+    layer = pages.layout
+    assert not spec.joined or layer.token_stride == layer.row_bytes == kv.token_bytes
+    for single in (replace(kv.spec, coded=True), replace(kv.spec, use_mla=True)):
+        assert joined_where_pages_are(single, kv.tensors[0]) is single
+        with pytest.raises(ValueError, match="joined rows that are coded, or of MLA"):
+            replace(single, joined=True)
+
+
+def test_only_a_head_that_holds_both_can_be_joined() -> None:
+    kv = sized("2BNHD", dtype=torch.bfloat16)
+    with pytest.raises(UnknownLayout, match="fits none of"):
+        describe_layer(kv.tensors[0], replace(kv.spec, joined=True))
+
+
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 def test_codes_are_verified_and_the_pages_put_back(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = sized(layout, heads=5, head_size=64, dtype=torch.bfloat16)
     spec = replace(kv.spec, axes=axes_of(layout), coded=True)

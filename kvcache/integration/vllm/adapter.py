@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvcache.engine import EngineCounters
 from kvcache.gpu_connector.layerwise import VLLMPagedMemLayerwiseGPUConnector
-from kvcache.gpu_connector.layout import LayerSpec
+from kvcache.gpu_connector.layout import LayerSpec, joined_where_pages_are
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.integration.vllm import ahead
 from kvcache.integration.vllm.administration import Administered, flush_rank
@@ -52,6 +52,7 @@ from kvcache.manager import LMCacheManager
 from kvcache.memory.allocator import KVShape
 from kvcache.storage.changes import ChangeLog
 from kvcache.tokens.database import ChunkedTokenDatabase
+from kvcache.tokens.keys import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvcache")
 
 _FLUSH_TIMEOUT_S = 10.0
+_JOINED = "a head's key and value side by side"
+"""The order of bytes in chunks of joined rows, as a namespace has it."""
 
 
 class LMCacheConnectorV1Impl(Administered):
@@ -80,6 +83,8 @@ class LMCacheConnectorV1Impl(Administered):
         self._report = StepReport()
         self._stats_reporter = StatsReporter()
         self._events: KVEvents | None = None
+        self._identity: Namespace | None = None
+        """A worker's, but for what its pages decide; None where there is no cache."""
         self._warm = False
         try:
             self._start()
@@ -103,9 +108,9 @@ class LMCacheConnectorV1Impl(Administered):
         block_size = self._block_size
         config.check_block_size(block_size)
         if self._is_worker:
-            self._namespace = namespace_of(
+            self._identity = namespace_of(
                 self._vllm_config, self._kv_cache_config, config.chunk_size, coded=self._layer_spec.coded
-            ).digest()
+            )
             self._manager.changes = ChangeLog() if _wants_events(self._vllm_config) else None
             return
         client = self._manager.start_lookup_client(_world_size(self._vllm_config))
@@ -146,9 +151,9 @@ class LMCacheConnectorV1Impl(Administered):
         if self._manager is None:
             return
         rank = self._rank = _rank(self._vllm_config)
-        if self._namespace:
+        if self._identity is not None:
             try:
-                self._start_engine(self._manager, kv_caches, rank)
+                self._start_engine(self._manager, self._identity, kv_caches, rank)
             except Exception as error:
                 self._turn_off(error)
         self._manager.start_lookup_server(rank)
@@ -171,8 +176,14 @@ class LMCacheConnectorV1Impl(Administered):
         wanted = self._manager is not None and self._manager.config.compression == "Lossless"
         return replace(declared, coded=wanted and declared.can_be_coded)
 
-    def _start_engine(self, manager: LMCacheManager, kv_caches: dict[str, torch.Tensor], rank: int) -> None:
-        layers, layer_spec = self._layer_names, self._layer_spec
+    def _start_engine(
+        self, manager: LMCacheManager, identity: Namespace, kv_caches: dict[str, torch.Tensor], rank: int
+    ) -> None:
+        layers = self._layer_names
+        layer_spec = joined_where_pages_are(self._layer_spec, kv_caches[layers[0]])
+        if layer_spec.joined:
+            identity = replace(identity, page_order=_JOINED)
+        self._namespace = identity.digest()
         use_mla = layer_spec.use_mla
         connector = VLLMPagedMemGPUConnectorV2(layer_spec)
         connector.initialize_kvcaches_ptr(kvcaches=[kv_caches[name] for name in layers])
