@@ -20,6 +20,8 @@ from collections import deque
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache import _native
@@ -45,6 +47,23 @@ for 0.3 % of the rate. A load beside the model changes after every slot, for wha
 requests that decode; a store never does: nobody else moves much that way."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
+
+
+def group_layers(tokens: npt.NDArray[np.int64], token_bytes: int, slot_bytes: int) -> int:
+    """Layers that a load by layer brings at once: about as many as `GROUP_LAYERS` and `_GROUP_BYTES` ask for,
+    and such that their pieces of a chunk fill a ring's slot.
+
+    Args:
+        tokens: of each chunk.
+        token_bytes: of a token's KV of one layer in a chunk.
+        slot_bytes: of the ring.
+    """
+    wanted = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, int(tokens.sum()) * token_bytes)))
+    fitting = slot_bytes // max(1, int(tokens.max(initial=0)) * token_bytes)
+    if wanted >= fitting:
+        return wanted
+    near = range(max(GROUP_LAYERS, wanted - wanted // 4), wanted + wanted // 4 + 1)
+    return max(near, key=lambda layers: (fitting // layers * layers, -abs(layers - wanted)))
 
 
 class _Lane:
@@ -94,6 +113,7 @@ class PageTransfer:
 
     def __init__(self, pages: _native.Pages, *, ring_slot_bytes: int = RING_SLOT_BYTES) -> None:
         self.pages = pages
+        self._slot_bytes = ring_slot_bytes
         self._feeder = Feeder()
         # One a kind, so that a load queues neither behind a store nor behind a long load beside the model.
         self._stores = _Lane(pages.device, ring_slot_bytes, turn=0)
@@ -210,8 +230,7 @@ class PageTransfer:
         way = self._possible(self.load_way, chunks)
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
         token_bytes, num_layers = self.pages.chunk_token_bytes, self.pages.num_layers
-        layer_bytes = int((chunks.ends - chunks.starts).sum()) * token_bytes
-        group = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, layer_bytes)))
+        group = group_layers(chunks.ends - chunks.starts, token_bytes, self._slot_bytes)
         events = []
         for begin in range(0, num_layers, group):
             layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache.gpu_connector.transfer import group_layers
+
+_MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("chunks", "token_bytes", "expected"),
+    [
+        # An 8B model's 4 KiB a token and layer: a slot of 16 MiB holds 16 layers of a chunk.
+        (32, 4096, 8),
+        (128, 4096, 4),
+        # Of its coded rows it holds 19: two pieces of 9, or of 4 four.
+        (32, 3328, 9),
+        (128, 3328, 4),
+        # So short that all layers come at once, cut by the slots alone.
+        (8, 3328, 40),
+        (1, 4096, 256),
+    ],
+)
+def test_layers_of_a_group_fill_a_slot(chunks: int, token_bytes: int, expected: int) -> None:
+    assert group_layers(np.full(chunks, 256), token_bytes, 16 * _MIB) == expected
+
+
+def test_a_load_of_nothing_has_groups_too() -> None:
+    assert group_layers(np.zeros(0, dtype=np.int64), 4096, 16 * _MIB) > 0
