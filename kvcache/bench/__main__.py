@@ -129,7 +129,7 @@ def _transfer(options: argparse.Namespace) -> dict[str, Any]:
             )
             report["decoding"] = _rows(
                 map(dataclasses.asdict, decoding_results(device)),
-                "way blocks load_rate step_ms busy_ms loss",
+                "coded way blocks load_rate step_ms busy_ms loss",
             )
     return report
 

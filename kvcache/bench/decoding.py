@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from kvcache.gpu_connector.transfer import TransferWay, Way
 from kvcache.gpu_connector.ways import BLOCKS
 
 _REQUESTS = 16
-_STEPS = 60
+_STEPS = 120
 _WARM_UP_S = 0.15
 """So long a load runs before anything is measured."""
 _WEIGHTS = {"cuda": (32, 4096, 14336), "cpu": (2, 128, 448)}
@@ -35,6 +35,8 @@ _WEIGHTS = {"cuda": (32, 4096, 14336), "cpu": (2, 128, 448)}
 class BesideDecoding:
     """One way. Rates in GB/s (1e9 bytes), times in ms."""
 
+    coded: bool
+    """Chunks held coded rows: the rate is of the pages."""
     way: str
     blocks: int
     load_rate: float
@@ -47,20 +49,30 @@ class BesideDecoding:
     """How much longer they take, as a share."""
 
 
-def decoding_results(device: torch.device, total_bytes: int = 2 << 30) -> Iterator[BesideDecoding]:
-    """Plain page-locked copies to the device, then loads as the connector makes them beside a model."""
-    bench = Bench.of(LLAMA_8B, device, total_bytes)
-    chunks = bench.chunks(256)
+def decoding_results(device: torch.device, total_bytes: int = 512 << 20) -> Iterator[BesideDecoding]:
+    """Plain copies to the device, then loads as the connector makes them beside a model: of chunks that are
+    as vLLM's pages, and of coded rows."""
     step = _step(device)
+    for coded in (False, True):
+        shape = replace(LLAMA_8B, axes="LBNHC", coded=coded)
+        yield from _beside(step, Bench.of(shape, device, total_bytes))
+
+
+def _beside(step: Callable[[], object], bench: Bench) -> Iterator[BesideDecoding]:
+    device, coded, chunks = bench.device, bench.shape.coded, bench.chunks(256)
+    ways = [TransferWay(Way.HOST)]
+    if device.type == "cuda":
+        ways = [TransferWay(Way.STAGED, blocks) for blocks in BLOCKS] + [TransferWay(Way.DIRECT, 4)]
+        ways += [] if coded else [TransferWay(Way.STRIDED_DMA)]
+    bench.transfer.store(chunks).wait()
 
     def fed(way: TransferWay) -> None:
         bench.transfer.quiet_load_way = way
         bench.transfer.feed(chunks).wait()
 
-    ways = [TransferWay(Way.HOST)]
-    if device.type == "cuda":
-        ways = [TransferWay(Way.STAGED, blocks) for blocks in BLOCKS] + [TransferWay(Way.DIRECT, 4)]
-    loads: list[tuple[str, int, Callable[[], None]]] = [("plain", 0, partial(_plain, bench))]
+    loads: list[tuple[str, int, Callable[[], None]]] = []
+    if not coded:
+        loads.append(("plain", 0, partial(_plain, bench)))
     loads += [(way.way.value, way.blocks, partial(fed, way)) for way in ways]
     before = _step_ms(step, device)
     for name, blocks, load in loads:
@@ -73,6 +85,7 @@ def decoding_results(device: torch.device, total_bytes: int = 2 << 30) -> Iterat
         after = _step_ms(step, device)
         alone = (before + after) / 2
         yield BesideDecoding(
+            coded=coded,
             way=name,
             blocks=blocks,
             load_rate=rate / 1e9,
@@ -87,10 +100,8 @@ def _plain(bench: Bench) -> None:
     if bench.device.type == "cpu":
         bench.plain_copy(store=False)
         return
-    stream = torch.cuda.Stream(bench.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        bench.plain_copy(store=False)
-    stream.synchronize()
+    bench.plain_copy(store=False)
+    torch.cuda.current_stream(bench.device).synchronize()
 
 
 def _step(device: torch.device) -> Callable[[], object]:
@@ -153,11 +164,11 @@ def _without_end(load: Callable[[], None], device: torch.device) -> Iterator[lis
     stop, rounds = threading.Event(), [0]
 
     def work() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        while not stop.is_set():
-            load()
-            rounds[0] += 1
+        own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(own):  # a load starts behind what the current stream was given: not the steps
+            while not stop.is_set():
+                load()
+                rounds[0] += 1
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -60,7 +60,11 @@ def test_results() -> None:
 
 def test_loads_beside_products() -> None:
     results = list(decoding_results(CPU, total_bytes=4 << 20))
-    assert [result.way for result in results] == ["plain", "host"]
+    assert [(result.coded, result.way) for result in results] == [
+        (False, "plain"),
+        (False, "host"),
+        (True, "host"),
+    ]
     for result in results:
         assert min(result.load_rate, result.step_ms, result.busy_ms) > 0
         assert result.loss == result.busy_ms / result.step_ms - 1
