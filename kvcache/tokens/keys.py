@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from kvcache.tokens.hashing import DIGEST_BYTES, digest128
@@ -43,6 +43,10 @@ class Namespace:
     """What the order of a chunk's bytes depends on where it is not that of tokens, each its key and then its
     value."""
     format_version: int = FORMAT_VERSION
+
+    def with_joined_rows(self) -> Namespace:
+        """The same of chunks that keep a head's key and value side by side."""
+        return replace(self, page_order=f"{self.page_order}/joined rows 1")
 
     def digest(self) -> bytes:
         """16 bytes, the same in every process."""

@@ -337,7 +337,8 @@ def _block_hasher(block_size: int) -> Any:
 
 @dataclass(frozen=True)
 class _Namespace:
-    page_order: str = ""
+    def with_joined_rows(self) -> _Namespace:
+        return self
 
     def digest(self) -> bytes:
         return bytes(range(16))

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvcache")
 
 _FLUSH_TIMEOUT_S = 10.0
-_JOINED = "a head's key and value side by side"
-"""The order of bytes in chunks of joined rows, as a namespace has it."""
 
 
 class LMCacheConnectorV1Impl(Administered):
@@ -182,7 +180,7 @@ class LMCacheConnectorV1Impl(Administered):
         layers = self._layer_names
         layer_spec = joined_where_pages_are(self._layer_spec, kv_caches[layers[0]])
         if layer_spec.joined:
-            identity = replace(identity, page_order=_JOINED)
+            identity = identity.with_joined_rows()
         self._namespace = identity.digest()
         use_mla = layer_spec.use_mla
         connector = VLLMPagedMemGPUConnectorV2(layer_spec)

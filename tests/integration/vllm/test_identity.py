@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,28 +160,36 @@ def test_with_mla_the_ranks_of_a_stage_share_their_name() -> None:
     assert [naming_rank(rank, 4, use_mla=False) for rank in range(8)] == list(range(8))
 
 
+_NAMESPACE = Namespace(
+    model="m",
+    revision="r",
+    weights="w",
+    architecture="a",
+    dtype="torch.bfloat16",
+    kv_dtype="auto",
+    kv_scales="NONE",
+    num_layers=2,
+    num_kv_heads=4,
+    head_size=64,
+    chunk_size=16,
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    format_version=1,
+)
+
+
+def test_joined_rows_keep_apart_whatever_the_order_of_pages() -> None:
+    ordered = [replace(_NAMESPACE, page_order=order) for order in ("", "x86_64 avx2", "x86_64 avx512")]
+    digests = {one.digest() for one in ordered} | {one.with_joined_rows().digest() for one in ordered}
+    assert len(digests) == 2 * len(ordered)
+
+
 def test_keys_do_not_change_with_a_release_of_python_or_of_a_library() -> None:
     """Whoever changes them makes every stored object unreachable, and raises FORMAT_VERSION instead."""
-    namespace = Namespace(
-        model="m",
-        revision="r",
-        weights="w",
-        architecture="a",
-        dtype="torch.bfloat16",
-        kv_dtype="auto",
-        kv_scales="NONE",
-        num_layers=2,
-        num_kv_heads=4,
-        head_size=64,
-        chunk_size=16,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        format_version=1,
-    )
-    database = ChunkedTokenDatabase(16, namespace.digest(), 3, "seed")
+    database = ChunkedTokenDatabase(16, _NAMESPACE.digest(), 3, "seed")
     chain = database.chain(adapter="ä", salt="tenant")
     chain.extend(range(33))
-    assert namespace.digest().hex() == "be0286394577490f058e31b0bb9b402d"
+    assert _NAMESPACE.digest().hex() == "be0286394577490f058e31b0bb9b402d"
     assert bytes(chain.digests).hex() == "7c6d7e40b6504b1d9780d0be84333e41c7ea4d9302fee17e068554409581d0bf"
     assert (
         database.key(chain.tail_digest() or b"").to_bytes().hex()
