@@ -3,9 +3,9 @@
 
 A CUDA stream takes about a thousand operations that have not run yet; the call that adds one more waits until
 there is room, and others that launch something may wait behind it. A staged load has seven operations for
-each slot of its ring, 8 MiB, so that whoever hands over some GiB at once may stand still for most of the
-copy: were that vLLM's thread, all requests that decode would. Here a dozen slices at most are under way, and
-a load that a step does wait for gets in between them.
+each slot of its ring, 8 MiB, and the copy engine 128 blocks to move for as much, so that whoever hands over
+some GiB at once may stand still for most of the copy: were that vLLM's thread, all requests that decode
+would. Here a dozen slices at most are under way, and a load that a step does wait for gets in between them.
 """
 
 from __future__ import annotations
