@@ -188,6 +188,7 @@ PYBIND11_MODULE(_native, m) {
     using namespace kvcache;
     m.def("build_info", &build_info);
     m.def("cuda_available", [] { return cuda_device_count() > 0; });
+    m.def("dma_in_batches", &dma_in_batches);
     m.def("cuda_unavailable_reason", [] {
         std::string why;
         return cuda_device_count(&why) > 0 ? std::string() : why;

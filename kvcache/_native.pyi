@@ -20,6 +20,9 @@ def build_info() -> BuildInfo: ...
 def cuda_available() -> bool:
     """Whether the driver answers for a GPU now."""
 
+def dma_in_batches() -> bool:
+    """Whether this build hands many copies to a copy engine in one operation: with CUDA 13 and later."""
+
 def cuda_unavailable_reason() -> str:
     """Why `cuda_available()` is False; empty when it is True."""
 
@@ -347,8 +350,9 @@ class StagingRing:
         layer_end: int | None = None,
         stream: int = 0,
     ) -> None:
-        """`strided_dma_transfer` of token-major chunks past the slots, in portions of a slot's bytes that
-        take the turns of DMAs: behind what `stream` was given, and before what it is given next.
+        """`strided_dma_transfer` of token-major chunks past the slots: behind what `stream` was given, and
+        before what it is given next. With turns in portions of a slot's bytes that take them, each of at
+        least one run.
         """
 
     def record(self, event: int) -> None:

@@ -7,6 +7,10 @@
 #include "device.h"
 #include "dma.h"
 
+#if CUDART_VERSION >= 13000  // before, cudaMemcpyBatchAsync is another function or none
+#define KVCACHE_BATCHED_DMA
+#endif
+
 namespace kvcache {
 namespace {
 
@@ -58,6 +62,14 @@ Box slice_of(const Box& box, int64_t slice) {
 
 }  // namespace
 
+bool dma_in_batches() {
+#ifdef KVCACHE_BATCHED_DMA
+    return true;
+#else
+    return false;
+#endif
+}
+
 void Copies::add(uint64_t to, uint64_t from, size_t bytes) {
     to_.push_back(reinterpret_cast<void*>(to));
     from_.push_back(reinterpret_cast<const void*>(from));
@@ -67,7 +79,7 @@ void Copies::add(uint64_t to, uint64_t from, size_t bytes) {
 void Copies::run(cudaStream_t stream) {
     for (size_t first = 0; first < bytes_.size(); first += kMostCopies) {
         const size_t count = std::min(kMostCopies, bytes_.size() - first);
-#if CUDART_VERSION >= 13000
+#ifdef KVCACHE_BATCHED_DMA
         if (count > 1 && !pageable_) {
             cudaMemcpyAttributes attributes{};
             attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;

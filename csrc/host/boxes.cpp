@@ -49,7 +49,6 @@ std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
     const int64_t layers = batch.layer_end - batch.layer_begin;
     const bool across_blocks = page.block_stride == page.block_size * page.token_stride;
     const std::vector<LayerGroup> groups = equidistant_layers(pages, batch);
-    // Runs are copied one by one in any case: in the order in which they lie in the chunk.
     std::vector<LayerGroup> single;
     for (int64_t layer = 0; layer < layers; ++layer) single.push_back({layer, 1, 0});
     std::vector<Box> boxes;
@@ -57,6 +56,7 @@ std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
         const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
         const RunShape shape = run_shape(pages, strides);
         const std::vector<SlotRun> runs = slot_runs(page, batch.slots, chunk.start, chunk.end, across_blocks);
+        // Runs are copied one by one in any case: in the order in which they lie in the chunk.
         for (const LayerGroup& group : shape.tokens_contiguous ? single : groups) {
             const uint64_t* const bases =
                 &pages.bases[static_cast<size_t>((batch.layer_begin + group.first) * page.planes)];

@@ -27,6 +27,7 @@ std::string pin(void*, size_t) { return kReason; }
 void unpin(void*) {}
 bool device_reaches(const void*) { return false; }
 int numa_node(int) { return -1; }
+bool dma_in_batches() { return false; }
 
 void cuda_transfer(const Pages&, const Batch&, uint64_t, int) { throw std::runtime_error(kReason); }
 void cuda_copy_boxes(const std::vector<Box>&, bool, int, uint64_t) { throw std::runtime_error(kReason); }

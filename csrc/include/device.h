@@ -22,6 +22,9 @@ void unpin(void* address);
 // Whether a device reaches the byte at `address` by itself: device memory, or page-locked host memory.
 bool device_reaches(const void* address);
 
+// Whether many copies go to a copy engine as one operation of a stream.
+bool dma_in_batches();
+
 // NUMA node of a device, -1 when unknown.
 int numa_node(int device);
 

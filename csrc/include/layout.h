@@ -26,7 +26,7 @@ struct PagedLayout {
     int64_t head_bytes = 0;
     int64_t block_size = 0;  // tokens in a block
     int64_t num_blocks = 0;
-    int64_t planes = 2;  // 2: keys and values, 1: one latent (MLA)
+    int64_t planes = 2;  // 2: keys and values, 1: one latent (MLA), or both as one (joined rows)
 
     int64_t row_bytes() const { return heads * head_bytes; }
     int64_t token_bytes() const { return planes * row_bytes(); }
@@ -85,7 +85,8 @@ inline void check(const PagedLayout& layout) {
     positive("block_size", layout.block_size);
     positive("num_blocks", layout.num_blocks);
     if (layout.planes != 1 && layout.planes != 2)
-        fail("planes is " + std::to_string(layout.planes) + "; 2 (keys and values) and 1 (MLA) are accepted");
+        fail("planes is " + std::to_string(layout.planes) +
+             "; 2 (keys and values) and 1 (one row of both, MLA) are accepted");
     if (layout.num_blocks > INT32_MAX / layout.block_size)
         fail(std::to_string(layout.num_blocks) + " blocks of " + std::to_string(layout.block_size) +
              " slots; at most 2^31-1 slots are accepted");

@@ -26,7 +26,7 @@ SLICE_BYTES = 64 << 20
 """Twice the slots of its staging ring: 1.2 ms of a PCIe 5 x16 link, and some 0.1 ms to hand over."""
 SLICES_IN_FLIGHT = 4
 """Not done yet: so much that the link does not run dry while the thread waits for its turn (5 ms), so little
-that their operations are a tenth of what a stream takes."""
+that their operations are a tenth of what a stream takes (staged; the copy engine's batches are fewer)."""
 LAST_SLICES = 8
 """Of a load, so many more may be under way: 15 ms with those, in which vLLM takes the request of a load whose
 copies are all queued into a batch. Some 300 operations a stream."""

@@ -163,12 +163,12 @@ class GPUConnectorInterface(abc.ABC):
     @property
     @abc.abstractmethod
     def kv_planes(self) -> int:
-        """2 for keys and values, 1 for MLA."""
+        """Rows of a token in a memory object: 2 for its key and its value, 1 for MLA and for joined rows."""
 
     @property
     @abc.abstractmethod
     def hidden(self) -> int:
-        """Elements of one token's key (heads x head size), or of its latent."""
+        """Elements of a row: of one token's key (heads x head size), of its latent, or of key and value."""
 
     @property
     @abc.abstractmethod

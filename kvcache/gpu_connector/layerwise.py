@@ -44,7 +44,7 @@ class LayerwiseConnector(PagedConnector):
         return MemoryFormat.KV_MLA_FMT if self.kv_planes == 1 else MemoryFormat.KV_T2D
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """`[T, 2, D]`, or `[T, D]` for MLA."""
+        """`[T, 2, D]`, or `[T, D]` for MLA and joined rows."""
         return self.fmt.shape(tokens=num_tokens, hidden=self.hidden)
 
     def from_gpu(

@@ -116,17 +116,17 @@ class LayerSpec:
 def joined_where_pages_are(spec: LayerSpec, tensor: torch.Tensor) -> LayerSpec:
     """`spec` with joined rows where tokens of a block follow each other in the pages, each with the keys and
     values of all its heads: of chunks with such rows a block of a layer is one run on both sides, which a
-    copy engine moves as it is.
+    copy engine moves as it is. Of one head all rows are so.
 
     Raises:
         UnknownLayout: as `describe_layer`.
     """
-    if spec.coded or spec.use_mla:
+    if spec.coded or spec.use_mla or spec.num_kv_heads == 1:
         return spec
-    layout = describe_layer(tensor, spec)
+    axes, layout = _match(tensor, spec)
     head = 2 * layout.head_bytes
-    runs = (layout.kv_stride, layout.token_stride) == (layout.head_bytes, layout.heads * head)
-    return replace(spec, joined=True) if runs and layout.head_stride == head else spec
+    runs = (layout.head_stride, layout.token_stride) == (head, layout.heads * head)
+    return replace(spec, joined=True) if runs and "C" in axes else spec
 
 
 def describe_layer(tensor: torch.Tensor, spec: LayerSpec) -> PagedLayout:

@@ -16,7 +16,8 @@ from kvcache.memory.objects import MemoryObj
 
 
 class BulkConnector(PagedConnector):
-    """Pages to and from resident memory objects (KV_LT2D, KV_LTD for MLA), all layers at once.
+    """Pages to and from resident memory objects (KV_LT2D; KV_LTD for MLA and joined rows), all layers at
+    once.
 
     On a GPU copies are queued: stores on `store_stream`, loads on `load_stream`, those beside the model on a
     stream of their own, in the order that `kvcache.gpu_connector.transfer` describes. On the CPU they are
@@ -39,7 +40,7 @@ class BulkConnector(PagedConnector):
         return self.transfer.load_stream
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """`[L, T, 2, D]`, or `[L, T, D]` for MLA."""
+        """`[L, T, 2, D]`, or `[L, T, D]` for MLA and joined rows."""
         return self.fmt.shape(tokens=num_tokens, hidden=self.hidden, layers=self.num_layers)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> Completion:

@@ -60,7 +60,7 @@ def group_layers(tokens: npt.NDArray[np.int64], token_bytes: int, slot_bytes: in
     """
     wanted = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, int(tokens.sum()) * token_bytes)))
     fitting = slot_bytes // max(1, int(tokens.max(initial=0)) * token_bytes)
-    if wanted >= fitting:
+    if wanted >= fitting:  # a slot holds less of a chunk anyway
         return wanted
     near = range(max(GROUP_LAYERS, wanted - wanted // 4), wanted + wanted // 4 + 1)
     return max(near, key=lambda layers: (fitting // layers * layers, -abs(layers - wanted)))
@@ -230,7 +230,7 @@ class PageTransfer:
         way = self._possible(self.load_way, chunks)
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
         token_bytes, num_layers = self.pages.chunk_token_bytes, self.pages.num_layers
-        group = group_layers(chunks.ends - chunks.starts, token_bytes, self._slot_bytes)
+        group = min(num_layers, group_layers(chunks.ends - chunks.starts, token_bytes, self._slot_bytes))
         events = []
         for begin in range(0, num_layers, group):
             layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}

@@ -68,10 +68,10 @@ def _choose(transfer: PageTransfer, chunks: Chunks, memory: torch.Tensor) -> Non
     transfer.store_way = _best(measured[True], _GOOD_ENOUGH)
     transfer.load_way = _best(measured[False], _AS_GOOD)
     transfer.quiet_load_way = _best([way for way in measured[False] if _is_quiet(way)], _GOOD_ENOUGH)
-    # So many loads at once, slices or groups of layers, take their tables from memory that is page-locked
-    # now, not while requests decode.
+    # So many loads at once, slices or groups of layers, take their kernels' tables from memory that is
+    # page-locked now, not while requests decode.
     at_once = max(SLICES_IN_FLIGHT + LAST_SLICES, -(-transfer.pages.num_layers // GROUP_LAYERS))
-    slices = [transfer.load(chunks, way=transfer.quiet_load_way) for _ in range(at_once)]
+    slices = [transfer.load(chunks, way=TransferWay(Way.STAGED, _QUIET_BLOCKS)) for _ in range(at_once)]
     for load in slices:
         load.wait()
 
@@ -146,8 +146,11 @@ def _candidates(*, coded: bool) -> Iterator[tuple[Way, int]]:
 
 
 def _is_quiet(way: TransferWay) -> bool:
-    """May run beside a model that decodes: it leaves the copy engine to others in between."""
-    return way.way is Way.STRIDED_DMA or (way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS)
+    """May run beside a model that decodes: it leaves the copy engine to others in between, and whoever hands
+    it over does not fill a stream with copies."""
+    if way.way is Way.STRIDED_DMA:
+        return _native.dma_in_batches()
+    return way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS
 
 
 def _link_rate(memory: torch.Tensor, store: bool, device: torch.device) -> float:

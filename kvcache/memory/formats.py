@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the KV of some tokens lies in one contiguous tensor, and what that is for one model.
 
-L layers, T tokens, D = heads x head size elements of one token's key (or value), or the latent's elements for
-MLA.
+L layers, T tokens, D elements of a row: heads x head size of one token's key (or value), those of its latent
+for MLA, or of key and value where these lie side by side head by head (joined rows).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MemoryFormat(enum.Enum):
     KV_LT2D = "[L, T, 2, D]"
     """Resident: each layer's slice is contiguous and is KV_T2D."""
     KV_LTD = "[L, T, D]"
-    """Resident, MLA: each layer's slice is KV_MLA_FMT."""
+    """Resident, MLA and joined rows: each layer's slice is KV_MLA_FMT."""
     KV_T2D = "[T, 2, D]"
     """One layer, key and value side by side per token."""
     KV_2TD = "[2, T, D]"
@@ -33,7 +33,7 @@ class MemoryFormat(enum.Enum):
     KV_2LTD = "[2, L, T, D]"
     """All keys of all layers, then all values."""
     KV_MLA_FMT = "[T, D]"
-    """One layer of MLA latents."""
+    """One layer of MLA latents, or of joined rows."""
 
     @property
     def token_dim(self) -> int:
@@ -91,8 +91,9 @@ class KVShape:
 
     Args:
         num_layers: layers of this rank.
-        kv_planes: 2 for keys and values, 1 for MLA.
-        hidden: elements of one token's key (heads x head size on this rank), or of its latent.
+        kv_planes: rows of a token: 2 for its key and its value, 1 for MLA and for joined rows.
+        hidden: elements of a row: of one token's key (heads x head size on this rank), of its latent, or of
+            its key and value.
         dtype: of an element.
         chunk_tokens: tokens of a full chunk.
     """
@@ -109,7 +110,8 @@ class KVShape:
                 raise ValueError(f"KVShape: {name} is {getattr(self, name)}; it must be above 0")
         if self.kv_planes not in (1, 2):
             raise ValueError(
-                f"KVShape: kv_planes is {self.kv_planes}; 2 (keys and values) and 1 (MLA) are accepted"
+                f"KVShape: kv_planes is {self.kv_planes}; 2 (keys and values) and 1 (one row of both, "
+                "MLA) are accepted"
             )
         check_dtype("KVShape", self.dtype)
 

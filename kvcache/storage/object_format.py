@@ -11,7 +11,7 @@ integers are little-endian. `xxh3` is XXH3-128 in its canonical form.
 | 16 | 36, 4 | key (`CacheEngineKey.to_bytes`), tokens |
 | 56 | 16, 16 | tenant, chunk hash of the parent |
 | 88 | 8 | bytes of payload |
-| 96 | 4, 4, 4, 4 | layers, planes (2, or 1 for MLA), elements of one token's key, 0 |
+| 96 | 4, 4, 4, 4 | layers, planes (2, or 1: MLA, joined rows), elements of a row, 0 |
 | 112 | 24, 16 | dtype as torch names it, memory format, both ASCII with zeros behind |
 | 152 | 16, 12, 4 | sealed: id of the key, nonce, 0 (else zeros) |
 | 184 | 16 | sealed: tag of AES-GCM; bytes 0 to 183 are its associated data |

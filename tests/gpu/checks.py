@@ -408,9 +408,8 @@ def check_stream_order(small: bool = False) -> None:
     memory = torch.empty(layers, tokens, 2, hidden, dtype=torch.bfloat16, pin_memory=True)
     chunks = Chunks(addresses([memory]), np.array([0]), np.array([tokens]), slots.numpy())
     slow = torch.randn(4096, 4096, device=GPU)
-    for turn, way in itertools.product(
-        range(3 if small else 25), (TransferWay(Way.STAGED, 2), TransferWay(Way.DIRECT, 4))
-    ):
+    ways = TransferWay(Way.STAGED, 2), TransferWay(Way.DIRECT, 4), TransferWay(Way.STRIDED_DMA)
+    for turn, way in itertools.product(range(3 if small else 25), ways):
         for tensor in tensors:
             _delay(slow)
             tensor.fill_(turn + 1)

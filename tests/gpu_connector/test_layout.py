@@ -170,6 +170,20 @@ def test_only_a_head_that_holds_both_can_be_joined() -> None:
         describe_layer(kv.tensors[0], replace(kv.spec, joined=True))
 
 
+def test_key_and_value_on_an_axis_of_their_own_are_not_joined() -> None:
+    """Though a head's lie side by side in memory."""
+    storage = torch.zeros(6, 4, 5, 2, 8, dtype=torch.float16)
+    tensor = storage.permute(3, 0, 1, 2, 4)
+    spec = joined_where_pages_are(SPEC, tensor)
+    assert not spec.joined
+    assert spec.register([tensor]).layout.planes == 2
+
+
+def test_rows_of_one_head_are_as_they_are() -> None:
+    kv = make_kv("LBNHC", layers=2, blocks=6, block_size=4, heads=1, head_size=8, dtype=torch.float16)
+    assert joined_where_pages_are(kv.spec, kv.tensors[0]) is kv.spec
+
+
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 def test_codes_are_verified_and_the_pages_put_back(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = sized(layout, heads=5, head_size=64, dtype=torch.bfloat16)

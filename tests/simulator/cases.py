@@ -28,6 +28,7 @@ def random_shape(dice: random.Random) -> Shape:
         "min_retrieve_tokens": dice.choice((0, 0, 0, 1, 20)),
         "async_loading": loading,
     }
+    mla = dice.random() < 0.3
     return Shape(
         block_size=block_size,
         chunk_size=chunk_size,
@@ -38,7 +39,8 @@ def random_shape(dice: random.Random) -> Shape:
         depth=depth,
         ranks=ranks,
         layers=layers,
-        mla=dice.random() < 0.3,
+        mla=mla,
+        heads=1 if mla else dice.choice((1, 2)),
         behind=behind,
         whole_pages=not behind and dice.random() < 0.5,
         prefix_caching=dice.random() < 0.8,

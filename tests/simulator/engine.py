@@ -65,6 +65,7 @@ class Shape:
         ranks: of tensor parallelism, in each stage of the pipeline.
         layers: of each stage.
         mla: the ranks of a stage hold the same bytes.
+        heads: of each rank, 1 or 2; chunks of more than one have joined rows.
         behind: copies run beside the model, as on a GPU.
         whole_pages: a page's bytes are not in the order of its tokens.
         prefix_caching: vLLM's own.
@@ -89,6 +90,7 @@ class Shape:
     ranks: int = 1
     layers: tuple[int, ...] = (2,)
     mla: bool = False
+    heads: int = 1
     behind: bool = False
     whole_pages: bool = False
     prefix_caching: bool = True
@@ -193,9 +195,11 @@ class Engine:
         about_to_write: Callable[[int, Sequence[int]], None],
     ) -> Rank:
         shape, pages = self.shape, _pages(self.shape, number)
-        size = (shape.num_blocks, 1, shape.block_size, shape.lanes_of(number))
+        lanes = shape.lanes_of(number) // shape.heads
+        size = (shape.num_blocks, shape.block_size, shape.heads, lanes)
         tensors = {
-            name: torch.zeros(size, dtype=torch.float64) for name in pages.kv_cache_groups[0].layer_names
+            name: torch.zeros(size, dtype=torch.float64).transpose(1, 2)
+            for name in pages.kv_cache_groups[0].layer_names
         }
         connector = LMCacheConnectorV1Dynamic(self.config, KVConnectorRole.WORKER, pages)
         with mock.patch.object(base, "PageTransfer", SimulatedTransfer):
@@ -264,8 +268,8 @@ def _pages(shape: Shape, worker: int) -> KVCacheConfig:
     kind = MLAAttentionSpec if shape.mla else FullAttentionSpec
     spec = kind(
         block_size=shape.block_size,
-        num_kv_heads=1,
-        head_size=shape.lanes_of(worker) // (1 if shape.mla else 2),
+        num_kv_heads=shape.heads,
+        head_size=shape.lanes_of(worker) // shape.heads // (1 if shape.mla else 2),
         dtype=torch.float64,
     )
     return KVCacheConfig(
@@ -337,11 +341,13 @@ def _block_hasher(block_size: int) -> Any:
 
 @dataclass(frozen=True)
 class _Namespace:
+    joined: bool = False
+
     def with_joined_rows(self) -> _Namespace:
-        return self
+        return _Namespace(joined=True)
 
     def digest(self) -> bytes:
-        return bytes(range(16))
+        return bytes(range(16, 32) if self.joined else range(16))
 
 
 def _namespace(*_: Any, **__: Any) -> _Namespace:

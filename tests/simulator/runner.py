@@ -30,13 +30,15 @@ class Rank:
 
     connector: LMCacheConnectorV1Dynamic
     tensors: dict[str, torch.Tensor]
-    """Layer to its pages, float64 [blocks, 1, block size, lanes]."""
+    """Layer to its pages, float64 [blocks, heads, block size, lanes of a head]; in memory heads lie within
+    tokens."""
     streams: Streams | None = None
 
     @property
     def pages(self) -> list[Lanes]:
         """The same memory as uint64 [blocks, block size, lanes]."""
-        return [tensor.view(torch.int64).numpy().view(np.uint64)[:, 0] for tensor in self.tensors.values()]
+        plain = [tensor.transpose(1, 2).flatten(2).view(torch.int64) for tensor in self.tensors.values()]
+        return [pages.numpy().view(np.uint64) for pages in plain]
 
 
 @dataclass

@@ -102,6 +102,19 @@ def test_a_few_tokens_behind_vllms_own_are_computed(model: Path, more: int, load
     assert world.seen["loads"] == 1 + loads, "the second one's, and the last one's or none"
 
 
+def test_joined_rows_have_a_namespace_of_their_own(model: Path) -> None:
+    namespaces = set()
+    for heads in (1, 2):
+        world = World(Shape(heads=heads, ranks=2), Faults(), random.Random(1), model)
+        for impl in world.engine.rank_impls:
+            assert impl._worker is not None
+            assert impl._worker.engine.gpu_connector.kv_planes == 3 - heads
+            assert impl._worker.engine.database.namespace == impl._namespace
+            namespaces.add(impl._namespace)
+        world.close()
+    assert len(namespaces) == 2
+
+
 @pytest.mark.parametrize("beside_another", [False, True])
 def test_a_request_alone_goes_into_the_batch_at_once(model: Path, beside_another: bool) -> None:
     """Also right after another one has ended: waiting outside of the batch costs a step, and until its end is

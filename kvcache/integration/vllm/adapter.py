@@ -178,10 +178,10 @@ class LMCacheConnectorV1Impl(Administered):
         self, manager: LMCacheManager, identity: Namespace, kv_caches: dict[str, torch.Tensor], rank: int
     ) -> None:
         layers = self._layer_names
+        self._namespace = identity.digest()
         layer_spec = joined_where_pages_are(self._layer_spec, kv_caches[layers[0]])
         if layer_spec.joined:
-            identity = identity.with_joined_rows()
-        self._namespace = identity.digest()
+            self._namespace = identity.with_joined_rows().digest()
         use_mla = layer_spec.use_mla
         connector = VLLMPagedMemGPUConnectorV2(layer_spec)
         connector.initialize_kvcaches_ptr(kvcaches=[kv_caches[name] for name in layers])
@@ -191,7 +191,7 @@ class LMCacheConnectorV1Impl(Administered):
                 "KV cache: KV of %s with %d elements a row is stored as it is; rows of bfloat16 with 64 "
                 "elements and more, a multiple of 32, are compressed",
                 layer_spec.dtype,
-                layer_spec.hidden,
+                self._layer_spec.hidden,
             )
         shape = KVShape.of(connector, config.chunk_size)
         parallel = self._vllm_config.parallel_config
