@@ -158,10 +158,6 @@ def cut(chunks: Chunks, token_bytes: int, slice_bytes: int = SLICE_BYTES) -> lis
     for at, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True), start=1):
         size += int(end - start) * token_bytes
         if size >= slice_bytes or at == len(chunks.starts):
-            slices.append(
-                Chunks(
-                    chunks.addresses[first:at], chunks.starts[first:at], chunks.ends[first:at], chunks.slots
-                )
-            )
+            slices.append(chunks.part(first, at))
             first, size = at, 0
     return slices

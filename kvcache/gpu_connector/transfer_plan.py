@@ -67,5 +67,11 @@ class Chunks:
         skipped = (self.ends - self.starts).astype(np.uint64) * np.uint64(layer * token_bytes)
         return Chunks(self.addresses + skipped, self.starts, self.ends, self.slots)
 
+    def part(self, first: int, last: int) -> Chunks:
+        """The chunks `[first, last)`, with no more slots than they span: each call copies those."""
+        starts, ends = self.starts[first:last], self.ends[first:last]
+        low, high = int(starts.min()), int(ends.max())
+        return Chunks(self.addresses[first:last], starts - low, ends - low, self.slots[low:high])
+
     def arguments(self) -> tuple[Any, Any, Any, Any]:
         return self.addresses, self.starts, self.ends, self.slots

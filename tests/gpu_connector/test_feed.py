@@ -81,9 +81,12 @@ def _until(holds: Callable[[], bool]) -> None:
 def test_slices_are_whole_chunks_in_order(lengths: list[int], token_bytes: int, slice_bytes: int) -> None:
     chunks = chunks_of(lengths)
     slices = cut(chunks, token_bytes, slice_bytes)
-    for name in ("addresses", "starts", "ends"):
-        joined = [int(value) for part in slices for value in getattr(part, name)]
-        assert joined == getattr(chunks, name).tolist()
+    assert [int(address) for part in slices for address in part.addresses] == chunks.addresses.tolist()
+    spans = [part.slots[a:b] for part in slices for a, b in zip(part.starts, part.ends, strict=True)]
+    wanted = [chunks.slots[a:b] for a, b in zip(chunks.starts, chunks.ends, strict=True)]
+    assert all(map(np.array_equal, spans, wanted))
+    assert len(spans) == len(wanted)
+    assert all(len(part.slots) == part.ends[-1] for part in slices), "slots of other slices"
     sizes = [[int(n) * token_bytes for n in part.ends - part.starts] for part in slices]
     assert all(sum(size) >= slice_bytes for size in sizes[:-1])
     assert all(sum(size[:-1]) < slice_bytes for size in sizes)
