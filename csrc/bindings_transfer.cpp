@@ -201,19 +201,6 @@ void register_transfer(py::module_& m) {
         "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0,
         "blocks"_a = 0, "refused"_a = 0);
     m.def(
-        "strided_dma_transfer",
-        [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
-           const py::object& slot_mapping, bool store, bool token_major, int64_t layer_begin,
-           std::optional<int64_t> layer_end, uint64_t stream) {
-            const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store,
-                                                 token_major, layer_begin, layer_end);
-            const py::gil_scoped_release release;
-            check(pages, bound.batch);
-            strided_dma(pages, bound.batch, stream);
-        },
-        "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
-        "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0);
-    m.def(
         "multi_layer_kv_transfer",
         [](const Pages& pages, uint64_t address, const py::object& slot_mapping, bool store, bool token_major,
            uint64_t stream, int blocks) {

@@ -280,26 +280,6 @@ def single_layer_kv_transfer(
 ) -> None:
     """`batched_kv_transfer` for one chunk that holds the whole mapping, one layer."""
 
-def strided_dma_transfer(
-    pages: Pages,
-    addresses: npt.NDArray[np.uint64],
-    starts: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    slot_mapping: npt.NDArray[np.int64],
-    store: bool,
-    *,
-    token_major: bool = True,
-    layer_begin: int = 0,
-    layer_end: int | None = None,
-    stream: int = 0,
-) -> None:
-    """`batched_kv_transfer` by the copy engine, without a kernel: one command for what lies at regular
-    distances on both sides, the tokens of a block in all layers. `stream` must not be the default stream.
-
-    Raises:
-        ValueError: as there.
-    """
-
 @final
 class StagingRing:
     """Slots in device memory through which one direction's copies go. Thread-safe.
@@ -350,9 +330,14 @@ class StagingRing:
         layer_end: int | None = None,
         stream: int = 0,
     ) -> None:
-        """`strided_dma_transfer` of token-major chunks past the slots: behind what `stream` was given, and
-        before what it is given next. With turns in portions of a slot's bytes that take them, each of at
-        least one run.
+        """`transfer` without a kernel and past the slots: the copy engine moves what lies at regular
+        distances on both sides, the tokens of a block in all layers, by itself. Behind what `stream` was
+        given, which must not be the default stream, and before what it is given next. With turns in portions
+        of a slot's bytes that take them, each of at least one run.
+
+        Raises:
+            ValueError: as there; chunks of coded rows.
+            RuntimeError: CUDA's reason.
         """
 
     def record(self, event: int) -> None:

@@ -106,14 +106,6 @@ std::vector<std::vector<Box>> portions(const std::vector<Box>& boxes, size_t byt
     return all;
 }
 
-void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream) {
-    const std::vector<Box> boxes = plan_boxes(pages, batch);
-    if (pages.device >= 0)
-        cuda_copy_boxes(boxes, batch.store, pages.device, stream);
-    else
-        host_copy_boxes(boxes, batch.store);
-}
-
 void host_copy_boxes(const std::vector<Box>& boxes, bool store) {
     for (const Box& box : boxes) {
         for (int64_t slice = 0; slice < box.slices; ++slice) {

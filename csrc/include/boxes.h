@@ -26,10 +26,7 @@ std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch);
 // The same in portions of at most so many bytes, or of one slice where that is larger.
 std::vector<std::vector<Box>> portions(const std::vector<Box>& boxes, size_t bytes);
 
-// The copy engine moves the boxes of a checked batch; host memory does the same for pages on device -1.
-void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream);
-
-// For strided_dma. Queued on `stream`.
+// The copy engine moves the boxes, queued on `stream`; its host twin does the same at once.
 void cuda_copy_boxes(const std::vector<Box>& boxes, bool store, int device, uint64_t stream);
 void host_copy_boxes(const std::vector<Box>& boxes, bool store);
 

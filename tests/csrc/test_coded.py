@@ -163,7 +163,7 @@ def test_what_cannot_be_coded_is_refused_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="token-major chunks are accepted"):
         _native.batched_kv_transfer(*arguments, True, token_major=False, refused=memory.ctypes.data)
     with pytest.raises(ValueError, match="the copy engine moves rows as they are"):
-        _native.strided_dma_transfer(*arguments, False)
+        _native.StagingRing(-1, 1 << 20, 2).strided_dma(*arguments, False)
     assert (memory == 7).all()
     short = make_kv("2BNHD", layers=1, blocks=2, block_size=4, heads=1, head_size=48, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="rows of 1 heads of 96 bytes"):

@@ -122,7 +122,6 @@ def by_copy_engine(slot_tokens: int, pages: _native.Pages, *arguments: Any) -> N
 
 WAYS: dict[str, Callable[..., None]] = {
     "batched": _native.batched_kv_transfer,
-    "strided": _native.strided_dma_transfer,
     "by layer": by_layer,
     "small ring": partial(by_ring, 1),
     "ring": partial(by_ring, 50),

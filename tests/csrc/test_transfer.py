@@ -44,10 +44,17 @@ def _resident(memory: torch.Tensor, layers: int, planes: int, token_major: bool)
     return [by_plane[:, layer].transpose(0, 1) for layer in range(layers)]
 
 
+def copy_engine(*arguments: Any) -> None:
+    _native.StagingRing(-1, 1 << 20, 2).strided_dma(*arguments)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("token_major", [True, False], ids=["token_major", "plane_major"])
-@pytest.mark.parametrize("transfer", [_native.batched_kv_transfer, _native.strided_dma_transfer])
+@pytest.mark.parametrize(
+    ("transfer", "token_major"),
+    [(_native.batched_kv_transfer, True), (_native.batched_kv_transfer, False), (copy_engine, True)],
+    ids=["token_major", "plane_major", "copy engine"],
+)
 def test_batches_equal_plain_indexing(
     layout: str, dtype: torch.dtype, token_major: bool, transfer: Callable[..., None]
 ) -> None:
@@ -64,7 +71,8 @@ def test_batches_equal_plain_indexing(
         before, pages_before = [chunk.clone() for chunk in memory], kv.snapshot()
         addresses = np.array([chunk.data_ptr() for chunk in memory], dtype=np.uint64)
 
-        transfer(pages, addresses, starts, ends, slots.numpy(), True, token_major=token_major)
+        order = {} if token_major else {"token_major": False}
+        transfer(pages, addresses, starts, ends, slots.numpy(), True, **order)
         for chunk, poison, start, end in zip(memory, before, starts, ends, strict=True):
             got = _resident(chunk, 3, planes, token_major)
             old = _resident(poison, 3, planes, token_major)
@@ -74,7 +82,7 @@ def test_batches_equal_plain_indexing(
 
         for chunk in memory:
             chunk.random_(0, 256)
-        transfer(pages, addresses, starts, ends, slots.numpy(), False, token_major=token_major)
+        transfer(pages, addresses, starts, ends, slots.numpy(), False, **order)
         expected = pages_before
         for chunk, start, end in zip(memory, starts, ends, strict=True):
             data = _resident(chunk, 3, planes, token_major)
@@ -94,12 +102,12 @@ def test_layers_at_any_distance_move_as_boxes(order: tuple[int, ...]) -> None:
     boxes, reference = torch.randint(
         0, 256, (1, 4, len(slots), 2, heads * head_size), dtype=torch.uint8
     ).repeat(2, 1, 1, 1, 1)
-    for transfer, packed in ((_native.strided_dma_transfer, boxes), (_native.batched_kv_transfer, reference)):
+    for transfer, packed in ((copy_engine, boxes), (_native.batched_kv_transfer, reference)):
         transfer(pages, np.array([packed.data_ptr()], dtype=np.uint64), *span, True)
     assert torch.equal(boxes, reference)
     boxes.random_(0, 256)
     before = storage.clone()
-    _native.strided_dma_transfer(pages, np.array([boxes.data_ptr()], dtype=np.uint64), *span, False)
+    copy_engine(pages, np.array([boxes.data_ptr()], dtype=np.uint64), *span, False)
     loaded = storage.clone()
     storage.copy_(before)
     _native.batched_kv_transfer(pages, np.array([boxes.data_ptr()], dtype=np.uint64), *span, False)

@@ -130,11 +130,10 @@ def _ways(
             stream.wait_event(done)
 
         yield f"staged {slot_bytes} {where}", staged, True, where
-        turns = _native.StagingRing(0, max(slot_bytes, layout.token_bytes), 3, turn=1)
-        yield f"strided {slot_bytes} {where}", partial(turns.strided_dma, stream=handle), True, where
-    for token_major, where in ((True, "pinned"), (False, "pinned"), (True, "pageable")):
-        run = partial(_native.strided_dma_transfer, token_major=token_major, stream=handle)
-        yield f"strided dma {where}", run, token_major, where
+        for turn in (0, 1):
+            past = _native.StagingRing(0, max(slot_bytes, layout.token_bytes), 3, turn=turn)
+            run = partial(past.strided_dma, stream=handle)
+            yield f"strided dma {slot_bytes} {where}, turns of {turn}", run, True, where
 
 
 def check_layers_in_allocations_of_their_own(small: bool = False) -> None:
