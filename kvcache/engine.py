@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from kvcache.gpu_connector.base import layer_slices
@@ -236,7 +237,7 @@ class LMCacheEngine:
         copies = self._start_load(plan, slot_mapping, on_loaded, copy)
         if copies is not None:
             copies.counted = True
-            self.counters.loaded_tokens += int(result.sum())
+            self.counters.loaded_tokens += plan.count()
         self.poll()
         return result
 
@@ -426,7 +427,7 @@ class LMCacheEngine:
         self.storage.release(plan.owner)
         there = plan.mask(copies.num_tokens, moved)
         if not copies.counted:
-            self.counters.loaded_tokens += int(there.sum())
+            self.counters.loaded_tokens += plan.count(moved)
         loaded = Loaded(there, num_bytes, seconds, error)
         on_ready, copies.on_ready = copies.on_ready, None
         if on_ready is not None:
@@ -508,8 +509,9 @@ class LMCacheEngine:
             raise ValueError(
                 f"a mask of {len(mask)} tokens for {num_tokens} slots; both name the same window"
             )
-        skipped = num_tokens - int(mask.sum())
-        if bool(mask[:skipped].any()):
+        wanted = mask.cpu().numpy()
+        skipped = num_tokens - int(np.count_nonzero(wanted))
+        if wanted[:skipped].any():
             raise ValueError(
                 "the mask has True before False; it must be False for a prefix and True from there on"
             )

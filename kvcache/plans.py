@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kvcache.gpu_connector.interface import Completed, Completion
@@ -102,10 +103,18 @@ class LoadPlan(_Plan):
     sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
     """Tiers below that chunks were fetched from for this load."""
 
-    def mask(self, num_tokens: int, chunks: int | None = None) -> torch.Tensor:
-        """bool [tokens]: what is wanted and in the first `chunks` chunks, in all if None."""
-        result = torch.zeros(num_tokens, dtype=torch.bool)
+    def span(self, chunks: int | None = None) -> slice:
+        """Tokens that are wanted and in the first `chunks` chunks, in all if None."""
         held = self.chunks[:chunks]
-        if held:
-            result[max(self.skipped, held[0].start) : held[-1].end] = True
-        return result
+        return slice(max(self.skipped, held[0].start), held[-1].end) if held else slice(0, 0)
+
+    def count(self, chunks: int | None = None) -> int:
+        """How many those are."""
+        span = self.span(chunks)
+        return max(0, int(span.stop) - int(span.start))
+
+    def mask(self, num_tokens: int, chunks: int | None = None) -> torch.Tensor:
+        """bool [tokens]: True where they are."""
+        result = np.zeros(num_tokens, dtype=np.bool_)
+        result[self.span(chunks)] = True
+        return torch.from_numpy(result)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvcache.storage.changes import Changes
@@ -74,11 +74,11 @@ class ReqMeta:
         """Of what is loaded; empty where nothing is."""
         return "" if self.load_spec is None else self.load_spec.lookup_id
 
-    def slot_mapping(self, block_size: int) -> torch.Tensor:
+    def slots(self, block_size: int) -> npt.NDArray[np.int64]:
         """int64 [tokens of the window]: `block_id * block_size + offset`."""
         blocks = np.asarray(self.block_ids, dtype=np.int64)
         slots = (blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)[None, :]).reshape(-1)
-        return torch.from_numpy(slots[: self.num_tokens - self.first_token])
+        return slots[: self.num_tokens - self.first_token]
 
     def promised_blocks(self, block_size: int, first_missing: int = 0) -> list[int]:
         """Blocks with a token that is to be loaded, from window position `first_missing` on."""

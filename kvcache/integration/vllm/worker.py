@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvcache.control.rank import RankControl
@@ -261,8 +262,11 @@ class WorkerSide:
             return None
 
     def _window(self, request: ReqMeta, spec: LoadSpec, owner: str) -> dict[str, Any]:
-        """What the engine's loads of this window are called with."""
-        slots = request.slot_mapping(self._block_size)
+        """What the engine's loads of this window are called with.
+
+        In numpy: a request waits for it, and a call into torch costs several times as much.
+        """
+        slots = request.slots(self._block_size)
         # Window positions. vLLM's own pages stay untouched. On the CPU a page is loaded whole, also where its
         # last token is left to compute: its bytes are ordered so that no part of it is some tokens' KV. On a
         # GPU that token is left alone: vLLM writes it before it waits for the layer.
@@ -270,11 +274,11 @@ class WorkerSide:
         whole_pages = self.engine.gpu_connector.path == "host"
         end = -(-last // self._block_size) * self._block_size if whole_pages else last
         slots[:first] = slots[end:] = -1
-        wanted = torch.ones(len(slots), dtype=torch.bool)
+        wanted = np.ones(len(slots), dtype=np.bool_)
         wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
         return {
-            "mask": wanted,
-            "slot_mapping": slots,
+            "mask": torch.from_numpy(wanted),
+            "slot_mapping": torch.from_numpy(slots),
             "digests": request.digests,
             "lookup_id": owner,
             "on_loaded": self._count_load,
@@ -345,7 +349,7 @@ class WorkerSide:
         self.engine.counters.failures["LoadIncomplete"] += 1
 
     def _store(self, request: ReqMeta, spec: SaveSpec, *, bulk: bool = False) -> None:
-        slots = request.slot_mapping(self._block_size)
+        slots = torch.from_numpy(request.slots(self._block_size))
         mask = torch.ones(len(slots), dtype=torch.bool)
         skipped = max(0, spec.skip_leading_tokens - request.first_token)
         mask[:skipped] = False
