@@ -6,7 +6,7 @@
 #include <sstream>
 
 #include "bindings_arrays.h"
-#include "boxes.h"
+#include "in_place.h"
 #include "ring.h"
 #include "rotary.h"
 #include "spans.h"
@@ -80,6 +80,16 @@ void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int block
         host_transfer(pages, batch);
     else
         cuda_transfer(pages, batch, stream, blocks);
+}
+
+void expand(const Pages& pages, const Batch& batch, uint64_t stream) {
+    if (!expands_in_place(pages))
+        throw std::invalid_argument(
+            "coded rows do not expand in place in these pages; load them another way");
+    if (pages.device < 0)
+        host_expand(pages, batch);
+    else
+        cuda_expand(pages, batch, stream);
 }
 
 // A batch and the arrays that it points into.
@@ -182,6 +192,7 @@ void register_transfer(py::module_& m) {
              })
         .def_property_readonly("chunk_row_bytes", &Pages::chunk_row_bytes)
         .def_property_readonly("chunk_token_bytes", &Pages::chunk_token_bytes)
+        .def_property_readonly("expands_in_place", &expands_in_place)
         .def_property_readonly("num_layers", &Pages::layers);
 
     m.def("coded_row_bytes", &coded_row_bytes, "elements"_a);
@@ -200,6 +211,19 @@ void register_transfer(py::module_& m) {
         "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
         "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0,
         "blocks"_a = 0, "refused"_a = 0);
+    m.def(
+        "expand_in_place",
+        [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
+           const py::object& slot_mapping, int64_t layer_begin, std::optional<int64_t> layer_end,
+           uint64_t stream) {
+            const BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, false, true,
+                                                 layer_begin, layer_end);
+            const py::gil_scoped_release release;
+            check(pages, bound.batch);
+            expand(pages, bound.batch, stream);
+        },
+        "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, py::kw_only(), "layer_begin"_a = 0,
+        "layer_end"_a = py::none(), "stream"_a = 0);
     m.def(
         "multi_layer_kv_transfer",
         [](const Pages& pages, uint64_t address, const py::object& slot_mapping, bool store, bool token_major,

@@ -218,6 +218,12 @@ class Pages:
     def chunk_token_bytes(self) -> int:
         """Of a token's KV of one layer in a chunk."""
 
+    @property
+    def expands_in_place(self) -> bool:
+        """Whether coded rows may come into the pages and become elements there: a token's rows fill all bytes
+        from it to the next, and addresses and distances are multiples of 16.
+        """
+
 def coded_row_bytes(elements: int) -> int:
     """Of a coded row of so many elements, a multiple of 32."""
 
@@ -252,6 +258,29 @@ def batched_kv_transfer(
     Raises:
         ValueError: a chunk outside of the mapping or a slot that is neither -1 (skip) nor within the pages;
             the text names index and value, and nothing was written.
+        RuntimeError: CUDA's reason.
+    """
+
+def expand_in_place(
+    pages: Pages,
+    addresses: npt.NDArray[np.uint64],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    slot_mapping: npt.NDArray[np.int64],
+    *,
+    layer_begin: int = 0,
+    layer_end: int | None = None,
+    stream: int = 0,
+) -> None:
+    """Coded rows that a `strided_dma` of the same chunks, or of parts of them, has brought into the pages
+    become elements there. Host pages: done on return. CUDA pages: queued on `stream`, by a kernel on all
+    multiprocessors.
+
+    Args:
+        addresses: of the chunks; what lies there is not read.
+
+    Raises:
+        ValueError: as `batched_kv_transfer`; pages that do not expand in place, or two tokens with one slot.
         RuntimeError: CUDA's reason.
     """
 
@@ -335,8 +364,11 @@ class StagingRing:
         given, which must not be the default stream, and before what it is given next. With turns in portions
         of a slot's bytes that take them, each of at least one run.
 
+        Of coded rows it brings the codes into the pages; the rows have come when `expand_in_place` has run.
+
         Raises:
-            ValueError: as there; chunks of coded rows.
+            ValueError: as there; of coded rows a store, pages that do not expand in place, or two tokens with
+                one slot.
             RuntimeError: CUDA's reason.
         """
 

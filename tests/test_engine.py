@@ -443,14 +443,14 @@ def test_a_load_beside_the_model_that_breaks_off_says_what_came(
     rig.engine.store(tokens, slot_mapping=source)
     rig.fill()
     monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
-    queue, calls = transfer.PageTransfer._queue, itertools.count()
+    queue, calls = transfer.PageTransfer._queue_copies, itertools.count()
 
     def break_off(*arguments: Any) -> None:
         if next(calls) == 2:
             raise RuntimeError("the device says no")
         queue(*arguments)
 
-    monkeypatch.setattr(transfer.PageTransfer, "_queue", break_off)
+    monkeypatch.setattr(transfer.PageTransfer, "_queue_copies", break_off)
     ready: list[Loaded] = []
     ended: list[Loaded] = []
     rig.engine.retrieve_beside(tokens, slot_mapping=source, on_ready=ready.append, on_loaded=ended.append)

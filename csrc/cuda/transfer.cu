@@ -143,14 +143,10 @@ void Launch::run_coded(const TransferArgs& copy, uint32_t longest, int blocks, c
     if (alignment % sizeof(uint4) != 0)
         throw std::invalid_argument(
             "coded rows at addresses or distances that are no multiples of 16 bytes; store them as they are");
-    CodedArgs args{copy,
-                   static_cast<uint32_t>(pages_.row_elements()),
-                   FastDivisor(static_cast<uint32_t>(head_bytes / 2)),
-                   FastDivisor(longest),
-                   FastDivisor(copy.layers),
-                   batch_.refused};
-    args.copy.planes = static_cast<uint32_t>(page.planes);
-    args.copy.chunk_token_stride = pages_.chunk_token_bytes();
+    CodedArgs args = coded_args(pages_, copy);
+    args.longest = FastDivisor(longest);
+    args.layers = FastDivisor(copy.layers);
+    args.refused = batch_.refused;
     const uint64_t rows = uint64_t{copy.num_pieces} * copy.layers * longest * args.copy.planes;
     constexpr uint32_t kRows = kThreads / kWarp;
     blocks = grid((rows + kRows - 1) / kRows, blocks);

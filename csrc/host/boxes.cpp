@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "in_place.h"
 #include "slot_runs.h"
 
 namespace kvcache {
@@ -40,11 +41,41 @@ std::vector<LayerGroup> equidistant_layers(const Pages& pages, const Batch& batc
     return groups;
 }
 
+// A run of a layer is one box: its codes come to the end of its bytes (see in_place.h).
+std::vector<Box> plan_codes(const Pages& pages, const Batch& batch) {
+    if (batch.store || !expands_in_place(pages))
+        throw std::invalid_argument(
+            "the copy engine brings coded rows into pages whose tokens lie side by side, and takes none out; "
+            "they need another way");
+    const auto planes = static_cast<size_t>(pages.layout.planes);
+    const int64_t layers = batch.layer_end - batch.layer_begin, token_bytes = pages.chunk_token_bytes();
+    const std::vector<CodeRun> runs = code_runs(pages, batch);
+    std::vector<Box> boxes;
+    boxes.reserve(runs.size() * static_cast<size_t>(layers));
+    for (size_t first = 0, last = 0; first < runs.size(); first = last) {
+        while (last < runs.size() && runs[last].chunk == runs[first].chunk) ++last;
+        const ChunkRef& chunk = batch.chunks[runs[first].chunk];
+        const int64_t layer_bytes = (chunk.end - chunk.start) * token_bytes;
+        for (int64_t layer = 0; layer < layers; ++layer) {
+            const uint64_t base = pages.bases[static_cast<size_t>(batch.layer_begin + layer) * planes];
+            for (size_t i = first; i < last; ++i) {
+                Box box{};
+                box.paged = base + static_cast<uint64_t>(runs[i].page_offset + runs[i].codes(pages));
+                box.packed =
+                    chunk.address + static_cast<uint64_t>(layer * layer_bytes + runs[i].token * token_bytes);
+                box.bytes = static_cast<size_t>(runs[i].tokens * token_bytes);
+                box.rows = box.slices = 1;
+                boxes.push_back(box);
+            }
+        }
+    }
+    return boxes;
+}
+
 }  // namespace
 
 std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
-    if (pages.coded)
-        throw std::invalid_argument("the copy engine moves rows as they are; coded ones need another way");
+    if (pages.coded) return plan_codes(pages, batch);
     const PagedLayout& page = pages.layout;
     const int64_t layers = batch.layer_end - batch.layer_begin;
     const bool across_blocks = page.block_stride == page.block_size * page.token_stride;

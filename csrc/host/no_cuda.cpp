@@ -4,6 +4,7 @@
 
 #include "boxes.h"
 #include "device.h"
+#include "in_place.h"
 #include "ring.h"
 #include "rotary.h"
 #include "spans.h"
@@ -31,6 +32,7 @@ bool dma_in_batches() { return false; }
 
 void cuda_transfer(const Pages&, const Batch&, uint64_t, int) { throw std::runtime_error(kReason); }
 void cuda_copy_boxes(const std::vector<Box>&, bool, int, uint64_t) { throw std::runtime_error(kReason); }
+void cuda_expand(const Pages&, const Batch&, uint64_t) { throw std::runtime_error(kReason); }
 void cuda_rotate(const RotaryJob&, int, uint64_t) { throw std::runtime_error(kReason); }
 void cuda_copy(const std::vector<Span>&, const std::vector<Span>&, int, uint64_t) {
     throw std::runtime_error(kReason);

@@ -20,7 +20,8 @@ struct Box {
     int64_t paged_slice, packed_slice;  // likewise
 };
 
-// The batch must be checked.
+// The batch must be checked. Of coded rows a load, into pages where they expand in place (see in_place.h):
+// they have only come when that has run too. Throws std::invalid_argument for others.
 std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch);
 
 // The same in portions of at most so many bytes, or of one slice where that is larger.

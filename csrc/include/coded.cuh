@@ -2,6 +2,7 @@
 // The kernel between pages and chunks of coded rows (see row_codec.h), a warp a row.
 #pragma once
 
+#include "layout.h"
 #include "row_codec.h"
 #include "transfer.cuh"
 
@@ -15,6 +16,20 @@ struct CodedArgs {
     FastDivisor layers;         // copy.layers
     int32_t* refused;           // by the chunks' numbers: becomes 1 where a row has no code
 };
+
+// What coded rows add to `copy`, but for the units of work.
+inline CodedArgs coded_args(const Pages& pages, const TransferArgs& copy) {
+    const PagedLayout& page = pages.layout;
+    const bool contiguous = page.heads == 1 || page.head_stride == page.head_bytes;
+    CodedArgs args{};
+    args.copy = copy;
+    args.copy.planes = static_cast<uint32_t>(page.planes);
+    args.copy.chunk_token_stride = pages.chunk_token_bytes();
+    args.elements = static_cast<uint32_t>(pages.row_elements());
+    args.head_elements =
+        FastDivisor(static_cast<uint32_t>((contiguous ? page.row_bytes() : page.head_bytes) / 2));
+    return args;
+}
 
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kAll = 0xffffffff;
@@ -124,7 +139,22 @@ __device__ __forceinline__ uint4 elements_of(const uint2& bytes, uint32_t codes,
                       __byte_perm(low[1], high[1], 0x5140), __byte_perm(low[1], high[1], 0x7362));
 }
 
-__device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs& args) {
+// Codes are read once: from memory that others need the cache for, or from a multiprocessor's own.
+struct Streamed {
+    template <class T>
+    __device__ __forceinline__ T operator()(const T* address) const {
+        return __ldcs(address);
+    }
+};
+struct Shared {
+    template <class T>
+    __device__ __forceinline__ T operator()(const T* address) const {
+        return *address;
+    }
+};
+
+template <class Load>
+__device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs& args, Load load) {
     const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
     const auto* const header = reinterpret_cast<const uint32_t*>(coded + args.elements + args.elements / 2);
     const uint32_t bases = (*header & 255) * kEach;
@@ -136,8 +166,8 @@ __device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs&
         for (uint32_t i = 0; i < kInFlight; ++i) {
             const uint32_t v = first + i * kWarp;
             if (v >= vectors) continue;
-            bytes[i] = __ldcs(reinterpret_cast<const uint2*>(coded) + v);
-            codes[i] = __ldcs(reinterpret_cast<const uint32_t*>(coded + args.elements) + v);
+            bytes[i] = load(reinterpret_cast<const uint2*>(coded) + v);
+            codes[i] = load(reinterpret_cast<const uint32_t*>(coded + args.elements) + v);
         }
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
@@ -178,7 +208,7 @@ __global__ void __launch_bounds__(kThreads) coded_kernel(const CodedArgs args) {
         if (kStore)
             encode(page, coded, piece.chunk, args);
         else
-            decode(coded, page, args);
+            decode(coded, page, args, Streamed{});
     }
 }
 

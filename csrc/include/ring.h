@@ -21,7 +21,7 @@ class StagingRing {
     virtual void transfer(const Pages& pages, const Batch& batch, uint64_t stream, int blocks) = 0;
     // Queues a checked batch past the slots: the copy engine moves its boxes (see boxes.h) by itself. Behind
     // what is on `stream`, and what comes there next behind it. Where DMAs take turns, in portions of a
-    // slot's bytes (of one run at least) that do.
+    // slot's bytes (of one run at least) that do. Of coded rows see in_place.h: an expansion must follow.
     virtual void strided_dma(const Pages& pages, const Batch& batch, uint64_t stream) = 0;
     // Records an event (a cudaEvent_t) behind all DMAs queued so far. No stream waits: the kernels of the
     // next store run beside the DMAs of this one.

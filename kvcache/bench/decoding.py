@@ -63,7 +63,7 @@ def _beside(step: Callable[[], object], bench: Bench) -> Iterator[BesideDecoding
     ways = [TransferWay(Way.HOST)]
     if device.type == "cuda":
         ways = [TransferWay(Way.STAGED, blocks) for blocks in BLOCKS] + [TransferWay(Way.DIRECT, 4)]
-        ways += [] if coded else [TransferWay(Way.STRIDED_DMA)]
+        ways.append(TransferWay(Way.STRIDED_DMA))
     bench.transfer.store(chunks).wait()
 
     def fed(way: TransferWay) -> None:

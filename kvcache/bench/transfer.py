@@ -89,6 +89,11 @@ class Bench:
             slots=self.slots,
         )
 
+    def copy_engine_moves(self, store: bool) -> bool:
+        """Whether it can by itself: of coded rows it brings some into pages where they expand."""
+        pages = self.transfer.pages
+        return not pages.coded or (pages.expands_in_place and not store)
+
     def sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -184,7 +189,7 @@ def _results(bench: Bench, chunk_tokens: int, store: bool) -> Iterator[Result]:
     if bench.device.type != "cuda":
         ways, layerwise = [TransferWay(Way.HOST)], []
     else:
-        ways = [way for way in _ways() if not (bench.shape.coded and way.way is Way.STRIDED_DMA)]
+        ways = [way for way in _ways() if way.way is not Way.STRIDED_DMA or bench.copy_engine_moves(store)]
         layerwise = [TransferWay(Way.STAGED, blocks) for blocks in BLOCKS] + [TransferWay(Way.DIRECT, 8)]
     run: Callable[[], object]
     for way in ways:

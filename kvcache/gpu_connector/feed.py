@@ -10,7 +10,6 @@ would. Here a dozen slices at most are under way, and a load that a step does wa
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -39,18 +38,19 @@ class Feed(Completion):
     Args:
         slices: of the load's chunks, in order.
         hand_over: queues the copies of a slice, in the order of the calls.
-        behind_all: completes when all that was queued before has run, also by a call that raised.
+        settle: called once no slice is left to hand over, also because a call raised: queues what is left to
+            do for those that were, and completes behind all that was queued. None where nothing is left.
     """
 
     def __init__(
         self,
         slices: Sequence[Chunks],
         hand_over: Callable[[Chunks], Completion],
-        behind_all: Callable[[], Completion] = Completed,
+        settle: Callable[[], Completion] | None = None,
     ) -> None:
         self._slices = deque(slices)
         self._hand_over = hand_over
-        self._behind_all = behind_all
+        self._settle = settle
         self._last: Completion = Completed()
         self._chunks = 0
         self._ended = threading.Event()
@@ -69,6 +69,8 @@ class Feed(Completion):
         part = self._slices.popleft()
         try:
             self._last = self._hand_over(part)
+            if not self._slices and self._settle is not None:
+                self._last = self._settle()
         except Exception as error:
             self.stop(error)
             return None
@@ -83,8 +85,11 @@ class Feed(Completion):
             return
         self.error = error
         # The pages will be written by others: whatever a call queued before it raised must have run.
-        with contextlib.suppress(Exception):
-            self._last = self._behind_all()
+        if self._settle is not None:
+            try:
+                self._last = self._settle()
+            except Exception:  # the error of this feed says why
+                self._chunks = 0
         self._slices.clear()
         self._ended.set()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ _TURN = 8
 """Slots of a load that a step waits for until its DMAs change streams: others get in between every 2.4 ms,
 for 0.3 % of the rate. A load beside the model changes after every slot, for what waits then are steps of
 requests that decode; a store never does: nobody else moves much that way."""
+_EXPANDED_BYTES = 8 << 30
+"""Of pages, of which coded rows are expanded in place at once: a step of a model waits some 4 ms for it."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
 
@@ -253,21 +256,14 @@ class PageTransfer:
         """
         pages_free = self.now() if after is None else after
         token_bytes = self.pages.chunk_token_bytes * self.pages.num_layers
-        feed = Feed(cut(chunks, token_bytes), partial(self._feed_slice, pages_free), self._behind_feeds)
+        slices = _Slices(self, pages_free)
+        feed = Feed(cut(chunks, token_bytes), slices.hand_over, slices.settle)
         self._feeder.start(feed)
         return feed
 
     def close(self) -> None:
         """Feeds that were not handed over in full end with an error. What is queued still runs."""
         self._feeder.close()
-
-    def _feed_slice(self, pages_free: torch.cuda.Event | None, part: Chunks) -> Completion:
-        """On the feeder's thread, which has no stream of its own."""
-        way = self._possible(self.quiet_load_way, part)
-        if self._quiet_loads.stream is not None and pages_free is not None:
-            self._quiet_loads.stream.wait_event(pages_free)
-        self._queue(self._quiet_loads, part, False, way, {})
-        return self._behind_feeds()
 
     def _behind_feeds(self) -> Completion:
         """All that feeds have queued. Whoever waits for it sleeps instead of asking again and again."""
@@ -279,12 +275,12 @@ class PageTransfer:
 
     def _possible(self, way: TransferWay, chunks: Chunks) -> TransferWay:
         """The way, or staging where the chunks are in memory that is not page-locked (yet), which only the
-        copy engine reaches. On the CPU all ways but staging are one.
+        copy engine reaches. On the CPU a kernel's host twin is in the place of kernels.
         """
         if way.way is Way.STAGED:
             return way
         if self.pages.device < 0:
-            return TransferWay(Way.HOST)
+            return way if way.way is Way.STRIDED_DMA else TransferWay(Way.HOST)
         if _native.device_reaches(chunks.addresses):
             return way
         return TransferWay(Way.STAGED, blocks=_BLOCKS)
@@ -292,18 +288,76 @@ class PageTransfer:
     def _queue(
         self, lane: _Lane, chunks: Chunks, store: bool, way: TransferWay, options: dict[str, Any]
     ) -> None:
+        self._queue_copies(lane, chunks, store, way, options)
+        if way.way is Way.STRIDED_DMA and self.pages.coded:
+            self._queue_expansion(lane, chunks, options)
+
+    def _queue_copies(
+        self, lane: _Lane, chunks: Chunks, store: bool, way: TransferWay, options: dict[str, Any]
+    ) -> None:
+        """Of coded rows that the copy engine loads an expansion must follow."""
         arguments = (self.pages, *chunks.arguments(), store)
-        try:
+        with self._nothing_runs_after_errors():
             if way.way is Way.STAGED:
                 lane.ring.transfer(*arguments, **options, stream=lane.handle, blocks=way.blocks)
             elif way.way is Way.STRIDED_DMA:
                 lane.ring.strided_dma(*arguments, **options, stream=lane.handle)
             else:
                 _native.batched_kv_transfer(*arguments, **options, stream=lane.handle, blocks=way.blocks)
+
+    def _queue_expansion(self, lane: _Lane, chunks: Chunks, options: dict[str, Any]) -> None:
+        with self._nothing_runs_after_errors():
+            _native.expand_in_place(self.pages, *chunks.arguments(), **options, stream=lane.handle)
+
+    @contextlib.contextmanager
+    def _nothing_runs_after_errors(self) -> Iterator[None]:
+        """The caller gives chunks and pages away then: what was queued, a ring's DMAs too, must have run."""
+        try:
+            yield
         except Exception:
-            # The caller gives chunks and pages away now: what was queued, a ring's DMAs too, must have run.
-            # Where even waiting fails, the device does nothing any more.
             if self.pages.device >= 0:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(
+                    Exception
+                ):  # a device that cannot be waited for does nothing any more
                     torch.cuda.synchronize(self.pages.device)
             raise
+
+
+class _Slices:
+    """A feed's: their copies, and the expansion of rows that the copy engine has brought in coded. That is
+    made when all have come (or `_EXPANDED_BYTES`), by all multiprocessors, since it holds up the step of a
+    model that it falls into, and better one than each.
+
+    Args:
+        transfer: whose pages are loaded.
+        pages_free: the copies start behind it, None for at once.
+    """
+
+    def __init__(self, transfer: PageTransfer, pages_free: torch.cuda.Event | None) -> None:
+        self._transfer = transfer
+        self._pages_free = pages_free
+        self._coded: list[Chunks] = []
+        self._tokens = 0
+
+    def hand_over(self, part: Chunks) -> Completion:
+        """On the feeder's thread, which has no stream of its own."""
+        transfer = self._transfer
+        lane, way = transfer._quiet_loads, transfer._possible(transfer.quiet_load_way, part)
+        if lane.stream is not None and self._pages_free is not None:
+            lane.stream.wait_event(self._pages_free)
+        transfer._queue_copies(lane, part, False, way, {})
+        if way.way is Way.STRIDED_DMA and transfer.pages.coded:
+            self._coded.append(part)
+            self._tokens += len(part.slots)
+        if self._tokens * transfer.pages.layout.token_bytes * transfer.pages.num_layers >= _EXPANDED_BYTES:
+            self._expand()
+        return transfer._behind_feeds()
+
+    def settle(self) -> Completion:
+        if self._coded:
+            self._expand()
+        return self._transfer._behind_feeds()
+
+    def _expand(self) -> None:
+        self._transfer._queue_expansion(self._transfer._quiet_loads, Chunks.joined(self._coded), {})
+        self._coded, self._tokens = [], 0  # not where that raised: then none of the feed's chunks has come

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -72,6 +73,17 @@ class Chunks:
         starts, ends = self.starts[first:last], self.ends[first:last]
         low, high = int(starts.min()), int(ends.max())
         return Chunks(self.addresses[first:last], starts - low, ends - low, self.slots[low:high])
+
+    @staticmethod
+    def joined(parts: Sequence[Chunks]) -> Chunks:
+        """All chunks of several parts, in their order."""
+        offsets = np.cumsum([0, *(len(part.slots) for part in parts)])[:-1]
+        return Chunks(
+            np.concatenate([part.addresses for part in parts]),
+            np.concatenate([part.starts + at for part, at in zip(parts, offsets, strict=True)]),
+            np.concatenate([part.ends + at for part, at in zip(parts, offsets, strict=True)]),
+            np.concatenate([part.slots for part in parts]),
+        )
 
     def arguments(self) -> tuple[Any, Any, Any, Any]:
         return self.addresses, self.starts, self.ends, self.slots

@@ -8,6 +8,7 @@ what is loaded is what was stored a moment before.
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from kvcache import _native
 from kvcache.gpu_connector.feed import LAST_SLICES, SLICES_IN_FLIGHT
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.transfer import GROUP_LAYERS, Chunks, PageTransfer, TransferWay, Way
+
+logger = logging.getLogger("vllm.kvcache")
 
 _MEASURED_BYTES = 256 << 20
 _CHUNK_TOKENS = 256
@@ -57,17 +60,37 @@ def _choose(transfer: PageTransfer, chunks: Chunks, memory: torch.Tensor) -> Non
     device = torch.device("cuda", transfer.pages.device)
     link = {store: _link_rate(memory, store, device) for store in (True, False)}
     measured: dict[bool, list[TransferWay]] = {True: [], False: []}
-    for way, blocks in _candidates(coded=transfer.pages.coded):
+
+    def tried(way: TransferWay, store: bool) -> TransferWay:
+        run = partial(_run, transfer, chunks, store, way)
+        seconds = measure(run, runs=1)
+        if memory.nbytes / seconds > _HOPELESS * link[store]:
+            seconds = measure(run)
+        return TransferWay(way.way, way.blocks, memory.nbytes / seconds, link[store])
+
+    for way in _candidates(coded=transfer.pages.coded):
         for store in (True, False):  # a load writes back what the store before it read
-            tried = TransferWay(way, blocks)
-            run = partial(_run, transfer, chunks, store, tried)
-            seconds = measure(run, runs=1)
-            if memory.nbytes / seconds > _HOPELESS * link[store]:
-                seconds = measure(run)
-            measured[store].append(TransferWay(way, blocks, memory.nbytes / seconds, link[store]))
+            measured[store].append(tried(way, store))
+    quiet = [way for way in measured[False] if _is_quiet(way)]
+    if transfer.pages.expands_in_place and _native.dma_in_batches():
+        # Not where a step waits: the copy engine is given a copy for each block and layer.
+        quiet.insert(0, tried(TransferWay(Way.STRIDED_DMA), store=False))
     transfer.store_way = _best(measured[True], _GOOD_ENOUGH)
     transfer.load_way = _best(measured[False], _AS_GOOD)
-    transfer.quiet_load_way = _best([way for way in measured[False] if _is_quiet(way)], _GOOD_ENOUGH)
+    transfer.quiet_load_way = _best(quiet, _GOOD_ENOUGH * _length_when_stored(transfer.pages))
+    for what, way in (
+        ("stores", transfer.store_way),
+        ("loads that a step waits for", transfer.load_way),
+        ("loads beside the model", transfer.quiet_load_way),
+    ):
+        logger.info(
+            "KV cache: %s go %s, %d multiprocessors, %.1f of %.1f GB/s",
+            what,
+            way.way.value,
+            way.blocks,
+            way.bytes_per_s / 1e9,
+            way.link_bytes_per_s / 1e9,
+        )
     # So many loads at once, slices or groups of layers, take their kernels' tables from memory that is
     # page-locked now, not while requests decode.
     at_once = max(SLICES_IN_FLIGHT + LAST_SLICES, -(-transfer.pages.num_layers // GROUP_LAYERS))
@@ -136,13 +159,13 @@ def _run(transfer: PageTransfer, chunks: Chunks, store: bool, way: TransferWay) 
     return transfer.store(chunks, way=way) if store else transfer.load(chunks, way=way)
 
 
-def _candidates(*, coded: bool) -> Iterator[tuple[Way, int]]:
+def _candidates(*, coded: bool) -> Iterator[TransferWay]:
     """The fewest multiprocessors first. The copy engine codes nothing."""
     if not coded:
-        yield Way.STRIDED_DMA, 0
+        yield TransferWay(Way.STRIDED_DMA)
     for blocks in BLOCKS:
-        yield Way.STAGED, blocks
-        yield Way.DIRECT, blocks
+        yield TransferWay(Way.STAGED, blocks)
+        yield TransferWay(Way.DIRECT, blocks)
 
 
 def _is_quiet(way: TransferWay) -> bool:
@@ -151,6 +174,11 @@ def _is_quiet(way: TransferWay) -> bool:
     if way.way is Way.STRIDED_DMA:
         return _native.dma_in_batches()
     return way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS
+
+
+def _length_when_stored(pages: _native.Pages) -> float:
+    """Of a token, as a share of its length in the pages, whose rate is what a request waits for."""
+    return pages.chunk_token_bytes / pages.layout.token_bytes
 
 
 def _link_rate(memory: torch.Tensor, store: bool, device: torch.device) -> float:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA source of coded rows (csrc/include/coded.cuh) against the host twin, lane by lane on the CPU.
-// coded_lanes SEED: prints what differs and ends with 1, or how many batches had a refused chunk and with 0.
+// The CUDA source of coded rows (csrc/include/coded.cuh, in_place.cuh) against the host twins, lane by lane
+// on the CPU. coded_lanes SEED: prints what differs and ends with 1, or how many batches had a refused chunk
+// and with 0.
 #include "lanes.h"
 // After the above, which stands for CUDA.
 #include <cmath>
@@ -9,7 +10,9 @@
 #include <cstring>
 #include <random>
 
+#include "boxes.h"
 #include "coded.cuh"
+#include "in_place.cuh"
 #include "transfer.h"
 
 using namespace kvcache;
@@ -95,20 +98,18 @@ int compare(bool& refused) {
             pieces.push_back({chunk.address, strides.layer, strides.kv, static_cast<uint32_t>(chunk.start),
                               static_cast<uint32_t>(chunk.end - chunk.start), chunk.number});
         }
-        CodedArgs args{};
-        args.copy.bases = pages.bases.data();
-        args.copy.pieces = pieces.data();
-        args.copy.slots = narrow.data();
-        args.copy.num_pieces = 2;
-        args.copy.layers = layers;
-        args.copy.base_planes = args.copy.planes = static_cast<uint32_t>(planes);
-        args.copy.block_size = FastDivisor(block_size);
-        args.copy.block_stride = layout.block_stride;
-        args.copy.token_stride = layout.token_stride;
-        args.copy.head_stride = layout.head_stride;
-        args.copy.chunk_token_stride = token;
-        args.elements = static_cast<uint32_t>(elements);
-        args.head_elements = FastDivisor(static_cast<uint32_t>(head_major && heads > 1 ? head : elements));
+        TransferArgs copy{};
+        copy.bases = pages.bases.data();
+        copy.pieces = pieces.data();
+        copy.slots = narrow.data();
+        copy.num_pieces = 2;
+        copy.layers = layers;
+        copy.base_planes = static_cast<uint32_t>(planes);
+        copy.block_size = FastDivisor(block_size);
+        copy.block_stride = layout.block_stride;
+        copy.token_stride = layout.token_stride;
+        copy.head_stride = layout.head_stride;
+        CodedArgs args = coded_args(pages, copy);
         args.longest = FastDivisor(static_cast<uint32_t>(std::max(cut, end - cut)));
         args.layers = FastDivisor(layers);
         args.refused = side.refused.data();
@@ -125,6 +126,88 @@ int compare(bool& refused) {
     return wrong + differences("pages", host.pages.data(), device.pages.data(), 2 * host.pages.size());
 }
 
+// Codes of random rows that were copied into pages, expanded by both sides; 0 where they agree. Rows of keys
+// and values lie head by head, or one after the other.
+int expand(const Pages& host, const Pages& device, std::vector<uint16_t>& mine,
+           const std::vector<uint16_t>& theirs, const Batch& batch) {
+    host_expand(host, batch);
+    const std::vector<CodeRun> runs = code_runs(device, batch);
+    TransferArgs copy{};
+    copy.bases = device.bases.data();
+    copy.layer_begin = static_cast<uint32_t>(batch.layer_begin);
+    copy.base_planes = static_cast<uint32_t>(device.layout.planes);
+    copy.token_stride = device.layout.token_stride;
+    copy.head_stride = device.layout.head_stride;
+    ExpandArgs args{};
+    args.rows = coded_args(device, copy);
+    args.runs = runs.data();
+    args.units =
+        static_cast<uint32_t>(runs.size()) * static_cast<uint32_t>(batch.layer_end - batch.layer_begin);
+    args.num_runs = FastDivisor(static_cast<uint32_t>(runs.size()));
+    args.token_codes = static_cast<uint32_t>(device.chunk_token_bytes());
+    args.row_codes = static_cast<uint32_t>(device.chunk_row_bytes());
+    args.window = 1 + upto(static_cast<uint32_t>(kWindowBytes) / args.token_codes - 1);
+    lanes::run([&] { expand_kernel(args); }, lanes::kLanes);
+    return differences("expanded pages", mine.data(), theirs.data(), 2 * mine.size());
+}
+
+int compare_in_place() {
+    const bool by_head = upto(1) == 1;
+    const int64_t planes = 1 + upto(1), layers = 3, block_size = 1 + upto(6), num_blocks = 9;
+    const int64_t heads = 1 + upto(9), head = 32 * (1 + upto(4));
+    PagedLayout layout;
+    layout.heads = heads;
+    layout.head_bytes = 2 * head;
+    layout.planes = planes;
+    layout.head_stride = by_head ? planes * layout.head_bytes : layout.head_bytes;
+    layout.token_stride = layout.token_bytes();
+    layout.block_stride = block_size * layout.token_stride * (1 + upto(1));
+    layout.block_size = block_size;
+    layout.num_blocks = num_blocks;
+    const int64_t layer_bytes = num_blocks * layout.block_stride;
+    const auto pages_over = [&](std::vector<uint16_t>& memory) {
+        Pages pages{layout, {}, -1, true};
+        for (int64_t i = 0; i < layers * planes; ++i)
+            pages.bases.push_back(
+                reinterpret_cast<uint64_t>(memory.data()) +
+                static_cast<uint64_t>(i / planes * layer_bytes +
+                                      i % planes * (by_head ? 2 * head : 2 * head * heads)));
+        return pages;
+    };
+    std::vector<int64_t> slots;
+    const int64_t first = upto(static_cast<uint32_t>(block_size));
+    for (int64_t slot = first; slot < layout.num_slots() - 2; ++slot)
+        slots.push_back(upto(9) == 0 ? -1 : slot);
+    if (upto(1) == 1)  // blocks in another order
+        std::rotate(slots.begin(), slots.begin() + static_cast<int64_t>(slots.size()) / 2, slots.end());
+    std::vector<uint16_t> mine(static_cast<size_t>(layers * layer_bytes / 2));
+    fill(mine, 2000);
+    const Pages host = pages_over(mine);
+    const int64_t count = static_cast<int64_t>(slots.size()),
+                  cut = 1 + upto(static_cast<uint32_t>(count) - 2);
+    const int64_t token = host.chunk_token_bytes();
+    std::vector<uint64_t> chunks(static_cast<size_t>(layers * count * token / 8));
+    std::vector<int32_t> refused(2, 0);
+    const auto memory = reinterpret_cast<uint64_t>(chunks.data());
+    Batch batch{slots.data(), count, {}, true, true, 0, layers, refused.data()};
+    batch.chunks = {{memory, 0, cut, 0},
+                    {memory + static_cast<uint64_t>(layers * cut * token), cut, count, 1}};
+    host_transfer(host, batch);
+    std::fill(mine.begin(), mine.end(), 0x5A5A);
+    batch.store = false;
+    std::vector<uint16_t> whole = mine;
+    host_transfer(pages_over(whole), batch);
+    if (!expands_in_place(host)) {
+        std::printf("pages do not expand\n");
+        return 1;
+    }
+    host_copy_boxes(plan_boxes(host, batch), false);
+    std::vector<uint16_t> theirs = mine;
+    const Pages device = pages_over(theirs);
+    return expand(host, device, mine, theirs, batch) +
+           differences("loaded pages", mine.data(), whole.data(), 2 * mine.size());
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -134,6 +217,7 @@ int main(int, char** arguments) {
         bool refused = false;
         wrong += compare(refused);
         batches_refused += refused;
+        wrong += compare_in_place();
     }
     std::printf("%d of 24 batches with a refused chunk\n", batches_refused);
     return wrong != 0;

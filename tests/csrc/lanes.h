@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <barrier>
 #include <cstdint>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
+#define __shared__ static
 
 struct uint2 {
     uint32_t x, y;
@@ -49,7 +51,7 @@ uint32_t exchange(uint32_t lane, uint32_t value, Read read) {
 }  // namespace lanes
 
 inline thread_local lanes::Index threadIdx{0}, blockIdx{0};
-inline lanes::Index gridDim{1};
+inline lanes::Index gridDim{1}, blockDim{lanes::kLanes};
 
 inline uint32_t lane_of_warp() { return threadIdx.x % lanes::kLanes; }
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
@@ -69,6 +71,12 @@ inline uint32_t __shfl_sync(uint32_t, uint32_t value, uint32_t from) {
     return lanes::exchange(lane_of_warp(), value, [=] { return lanes::told[from]; });
 }
 inline void __syncwarp() { lanes::meet.arrive_and_wait(); }
+inline void __syncthreads() { lanes::meet.arrive_and_wait(); }  // of a block of one warp
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+}
+inline void __pipeline_commit() {}
+inline void __pipeline_wait_prior(size_t) {}
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
     const uint64_t bytes = uint64_t{high} << 32 | low;
     uint32_t result = 0;

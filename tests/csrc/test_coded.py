@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvcache import _native
 from tests.csrc import coded
-from tests.csrc.layouts import PLAIN_LAYOUTS, make_kv, random_slots
+from tests.csrc.layouts import MLA_LAYOUTS, PLAIN_LAYOUTS, make_kv, random_slots
 
 
 def by_ring(slot_tokens: int, pages: _native.Pages, *arguments: Any, refused: int) -> None:
@@ -68,16 +68,40 @@ def test_chunks_hold_what_is_described_and_pages_get_it_back(way: str, data: st.
                 bits = before[layer][slot, plane].numpy().view(np.uint16)
                 assert found.numpy().tobytes() == coded.encode(bits)
 
-    for view in kv.views:
-        view.fill_(0xA5)
-    WAYS[way](*arguments, False, refused=0)
     mine = torch.zeros(kv.slots, dtype=torch.bool)
     for start, end in zip(starts, ends, strict=True):
         chosen = slots[start:end]
         mine[chosen[chosen >= 0]] = True
-    for rows, was in zip(kv.snapshot(), before, strict=True):
-        assert torch.equal(rows[mine], was[mine])
-        assert bool((rows[~mine] == 0xA5).all()), "a load wrote pages of others"
+    loads = [partial(WAYS[way], *arguments, False, refused=0)]
+    if pages.expands_in_place:
+        loads.append(partial(in_place, data.draw(st.integers(1, 20)) * row, *arguments))
+    for load in loads:
+        for view in kv.views:
+            view.fill_(0xA5)
+        load()
+        for rows, was in zip(kv.snapshot(), before, strict=True):
+            assert torch.equal(rows[mine], was[mine])
+            assert bool((rows[~mine] == 0xA5).all()), "a load wrote pages of others"
+
+
+def in_place(portion: int, pages: _native.Pages, *arguments: Any) -> None:
+    """The layers in two calls, as a load by layer makes them."""
+    addresses, starts, ends, slots = arguments
+    ring = _native.StagingRing(-1, portion, 2)
+    half = pages.num_layers // 2
+    skipped = (ends - starts).astype(np.uint64) * np.uint64(half * pages.chunk_token_bytes)
+    ring.strided_dma(pages, addresses + skipped, starts, ends, slots, False, layer_begin=half)
+    if half:
+        ring.strided_dma(pages, addresses, starts, ends, slots, False, layer_end=half)
+        _native.expand_in_place(pages, *arguments, layer_end=half)
+    _native.expand_in_place(pages, *arguments, layer_begin=half)
+
+
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
+def test_rows_expand_in_place_where_a_tokens_fill_all_bytes_up_to_the_next(layout: str) -> None:
+    fills = layout in ("LBNHC", "BLNHC", "BNHC", *MLA_LAYOUTS)
+    kv = coded.kv(layout, layers=2, blocks=3, block_size=4, heads=3, head_size=64, seed=0)
+    assert coded.pages_of(kv).expands_in_place == fills
 
 
 def test_each_of_the_65_536_elements_comes_back() -> None:
@@ -162,8 +186,10 @@ def test_what_cannot_be_coded_is_refused_before_anything_is_written() -> None:
         _native.batched_kv_transfer(*arguments, True)
     with pytest.raises(ValueError, match="token-major chunks are accepted"):
         _native.batched_kv_transfer(*arguments, True, token_major=False, refused=memory.ctypes.data)
-    with pytest.raises(ValueError, match="the copy engine moves rows as they are"):
+    with pytest.raises(ValueError, match="into pages whose tokens lie side by side"):
         _native.StagingRing(-1, 1 << 20, 2).strided_dma(*arguments, False)
+    with pytest.raises(ValueError, match="do not expand in place"):
+        _native.expand_in_place(*arguments)
     assert (memory == 7).all()
     short = make_kv("2BNHD", layers=1, blocks=2, block_size=4, heads=1, head_size=48, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="rows of 1 heads of 96 bytes"):

@@ -17,7 +17,10 @@ COMPILER = os.environ.get("CXX", "g++")
 
 def test_coded_rows(tmp_path: Path) -> None:
     program = tmp_path / "coded_lanes"
-    hosts = [CSRC / "host" / f"{name}.cpp" for name in ("row_codec", "transfer", "stream_copy")]
+    hosts = [
+        CSRC / "host" / f"{name}.cpp"
+        for name in ("row_codec", "transfer", "stream_copy", "in_place", "boxes")
+    ]
     built = subprocess.run(
         [
             *(COMPILER, "-std=c++20", "-O1", "-w", "-pthread", "-o", str(program)),

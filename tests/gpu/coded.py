@@ -75,6 +75,17 @@ def check_coded_rows(small: bool = False) -> None:
                     coded.pages_of(loaded), addresses(mine), starts, ends, slots, False
                 )
                 assert same_pages(loaded, device), f"pages differ: {case}"
+                if not pages.expands_in_place or where != "pinned":
+                    continue
+                for turn, portion in ((0, 1), (1, 1), (1, 1 << 20)):  # bytes, of one run at least
+                    device.storage.fill_(0xA5)
+                    torch.cuda.synchronize()
+                    ring = _native.StagingRing(0, portion, 3, turn=turn)
+                    batch, handle = (addresses(theirs), starts, ends, slots), stream.cuda_stream
+                    ring.strided_dma(pages, *batch, False, stream=handle)
+                    _native.expand_in_place(pages, *batch, stream=handle)
+                    torch.cuda.synchronize()
+                    assert same_pages(loaded, device), f"pages expanded in place differ: {turn=}, {case}"
 
 
 def _coding_ways(
@@ -100,8 +111,9 @@ def _coding_ways(
 def check_coded_transfers(small: bool = False) -> None:
     """As the connector makes them: of several stores under way the right chunks are refused, and loads in
     bulk, by layer and beside the model fill the pages."""
-    kv = coded.kv("LBHNC", layers=9, blocks=256, block_size=16, heads=8, head_size=128).to(GPU)
+    kv = coded.kv("LBNHC", layers=9, blocks=256, block_size=16, heads=8, head_size=128).to(GPU)
     transfer = PageTransfer(coded.pages_of(kv))
+    assert transfer.pages.expands_in_place
     slots = random_slots(kv.slots, 2048, 16).numpy()
     starts = np.arange(0, len(slots), 256, dtype=np.int64)
     ends = np.minimum(starts + 256, len(slots))
@@ -122,7 +134,8 @@ def check_coded_transfers(small: bool = False) -> None:
         assert moved == [len(starts), 3, len(starts)], f"{moved} chunks were stored by {way}"
         assert all(map(torch.equal, memory[0], memory[2])), f"two stores of equal pages differ: {way}"
         before = kv.snapshot()
-        transfer.load_way = transfer.quiet_load_way = way
+        transfer.load_way = way
+        transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA) if way.way is Way.DIRECT else way
 
         held = torch.from_numpy(slots).to(GPU)
         for name, load in {

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from kvcache.gpu_connector import transfer
 from kvcache.gpu_connector.feed import LAST_SLICES, SLICES_IN_FLIGHT, Feed, Feeder, cut
-from kvcache.gpu_connector.interface import Completed, Completion
+from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
-from kvcache.gpu_connector.transfer import Chunks
+from kvcache.gpu_connector.transfer import Chunks, PageTransfer, TransferWay, Way
+from tests.csrc import coded
 from tests.csrc.layouts import LAYOUTS, random_slots, scatter
 from tests.gpu_connector.rigs import CHUNK, LAYERS, rig
 
@@ -56,8 +57,8 @@ class Device:
         self.most_in_flight = max(self.most_in_flight, sum(not copy.is_set() for copy in self.copies))
         return _Copy(self.copies[-1])
 
-    def feed(self, chunks: int, behind_all: Callable[[], Completion] = Completed) -> Feed:
-        return Feed(cut(chunks_of([4] * chunks), 1, 1), self.hand_over, behind_all)
+    def feed(self, chunks: int, settle: Callable[[], Completion] | None = None) -> Feed:
+        return Feed(cut(chunks_of([4] * chunks), 1, 1), self.hand_over, settle)
 
 
 class _Copy(Completion):
@@ -188,3 +189,50 @@ def test_a_slot_outside_of_the_pages_is_the_feeds_error() -> None:
         one.connector.feed_to_gpu([obj], [0], [], slot_mapping=torch.arange(CHUNK))
     one.connector.close()
     one.close()
+
+
+@pytest.mark.parametrize("expanded_bytes", [1, 40_000, 1 << 30])
+def test_coded_rows_that_the_copy_engine_brought_expand_also_behind_an_error(
+    expanded_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_EXPANDED_BYTES", expanded_bytes)
+    monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
+    kv = coded.kv(
+        "LBNHC", layers=2, blocks=12, block_size=8, heads=3, head_size=64, seed=random.randrange(99)
+    )
+    pages_transfer, before = PageTransfer(coded.pages_of(kv)), kv.snapshot()
+    pages_transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA)
+    ends = np.cumsum([20, 20, 20, 13]).astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    slots = random_slots(kv.slots, int(ends[-1]), 8, skip=0.1).numpy()
+    token_bytes = 2 * pages_transfer.pages.chunk_token_bytes
+    memory = np.zeros(int(ends[-1]) * token_bytes, dtype=np.uint8)
+    addresses = (memory.ctypes.data + starts * token_bytes).astype(np.uint64)
+    chunks = Chunks(addresses, starts, ends, slots)
+    assert pages_transfer.store(chunks).moved(4) == 4
+
+    def check(feed: Feed, loaded: int) -> None:
+        assert feed.wait(WAIT_S)
+        assert feed.moved(4) == loaded
+        mine = torch.from_numpy(slots[: ends[loaded - 1] if loaded else 0])
+        mine = mine[mine >= 0]
+        for rows, was in zip(kv.snapshot(), before, strict=True):
+            assert torch.equal(rows[mine], was[mine])
+
+    kv.storage.fill_(0xA5)
+    feed = pages_transfer.feed(chunks)
+    check(feed, 4)
+    assert feed.error is None
+    kv.storage.fill_(0xA5)
+    broken = slots.copy()
+    broken[-1] = kv.slots
+    feed = pages_transfer.feed(Chunks(addresses, starts, ends, broken))
+    check(feed, 3)
+    assert isinstance(feed.error, ValueError)
+    twice = slots.copy()
+    twice[-1] = next(slot for slot in slots if slot >= 0)
+    feed = pages_transfer.feed(Chunks(addresses, starts, ends, twice))
+    if expanded_bytes == 1 << 30:  # one token of two slices that expand together
+        check(feed, 0)
+        assert isinstance(feed.error, ValueError)
+    pages_transfer.close()

@@ -200,7 +200,7 @@ def _a_broken_load_has_ended_before_its_copies(patch: pytest.MonkeyPatch) -> Non
     stop = Feed.stop
 
     def stop_at_once(self: Feed, error: Exception) -> None:
-        self._behind_all = Completed
+        self._settle = Completed
         stop(self, error)
 
     patch.setattr(Feed, "stop", stop_at_once)
