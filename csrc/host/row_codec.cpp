@@ -35,9 +35,13 @@ bool encode_row(const uint16_t* row, int64_t elements, uint8_t* coded) {
     }
     for (int64_t i = 0; i < elements; ++i) coded[i] = static_cast<uint8_t>(sign_and_mantissa(row[i]));
     uint8_t* const codes = coded + elements;
-    uint32_t exceptions = 0;
-    for (int64_t i = 0; i < elements; i += kStep)
-        exceptions += codes_of(row + i, std::min(kStep, elements - i), base, codes + i / 2);
+    uint32_t exceptions = code_exceptions(elements) + 1;
+    for (uint32_t tried = 0; tried < kBases && exceptions > code_exceptions(elements); ++tried) {
+        if (tried > 0 && base-- == 0) break;
+        exceptions = 0;
+        for (int64_t i = 0; i < elements; i += kStep)
+            exceptions += codes_of(row + i, std::min(kStep, elements - i), base, codes + i / 2);
+    }
 
     uint8_t* const header = codes + elements / 2;
     std::memset(header, 0, static_cast<size_t>(code_header_bytes(elements)));

@@ -48,21 +48,10 @@ __device__ __forceinline__ uint4* in_page(char* page, uint32_t v, const CodedArg
                                     int64_t{first - head * args.head_elements.divisor} * 2);
 }
 
-__device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const CodedArgs& args) {
+// Codes of a row over `base`; its exceptions, of which as many as there is room for are written.
+__device__ inline uint32_t encode_over(uint32_t base, char* page, uint8_t* coded, const CodedArgs& args) {
     const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
-    uint32_t base = 0;
-    for (uint32_t v = lane; v < vectors; v += kWarp) {
-        const uint4 row = *in_page(page, v, args);
-#pragma unroll
-        for (uint32_t i = 0; i < kLaneElements; ++i) {
-            const uint32_t exponent = exponent_of(element(row, i));
-            if (exponent != kInfinite) base = max(base, exponent);
-        }
-    }
-    base = __reduce_max_sync(kAll, base);
-
-    uint8_t* const header = coded + args.elements + args.elements / 2;
-    auto* const entries = reinterpret_cast<uint32_t*>(header) + 1;
+    auto* const entries = reinterpret_cast<uint32_t*>(coded + args.elements + args.elements / 2) + 1;
     const uint32_t capacity = code_exceptions(args.elements);
     uint32_t written = 0;  // exceptions of all lanes so far
     for (uint32_t first = 0; first < vectors; first += kWarp) {
@@ -100,6 +89,30 @@ __device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const 
             }
             written += total;
         }
+    }
+    return written;
+}
+
+__device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const CodedArgs& args) {
+    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
+    uint32_t base = 0;
+    for (uint32_t v = lane; v < vectors; v += kWarp) {
+        const uint4 row = *in_page(page, v, args);
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneElements; ++i) {
+            const uint32_t exponent = exponent_of(element(row, i));
+            if (exponent != kInfinite) base = max(base, exponent);
+        }
+    }
+    base = __reduce_max_sync(kAll, base);
+
+    uint8_t* const header = coded + args.elements + args.elements / 2;
+    auto* const entries = reinterpret_cast<uint32_t*>(header) + 1;
+    const uint32_t capacity = code_exceptions(args.elements);
+    uint32_t written = encode_over(base, page, coded, args);
+    for (uint32_t tried = 1; tried < kBases && written > capacity && base > 0; ++tried) {
+        __syncwarp();  // over other lanes' entries
+        written = encode_over(--base, page, coded, args);
     }
     const bool fits = written <= capacity;
     __syncwarp();  // zeros behind other lanes' entries

@@ -2,22 +2,25 @@
 // A row (one token's keys or values of one layer) of bfloat16, coded without loss into some 0.81 of its
 // bytes.
 //
-// The exponents of a row lie close together: the largest is written once, and each element as sign and
+// The exponents of a row lie close together: the largest (base) is written once, and each element as sign and
 // mantissa (8 bits) and by how much its exponent is smaller (4 bits). The few that are smaller by 15 and more
-// are written once again as they are. E elements, a multiple of 32; n = code_exceptions(E):
+// are written once again as they are. Where they are too many, for a few elements are much larger than all
+// others, as those of some channels of keys are, a smaller base is taken: these become exceptions instead.
+// E elements, a multiple of 32; n = code_exceptions(E):
 //
 // | offset    | bytes | what                                                                        |
 // |-----------|-------|-----------------------------------------------------------------------------|
 // | 0         | E     | of each element the sign (bit 7) and the mantissa                           |
 // | E         | E / 2 | of each element the code, in the low half the even one's: base - exponent   |
 // |           |       | up to 14; 15 for the exponent 0 (zeros, subnormals) and for exceptions      |
-// | 1.5 E     | 1     | base: the largest exponent below 255                                        |
+// | 1.5 E     | 1     | base: of the largest exponent below 255 and the 15 before it the largest    |
+// |           |       | with at most n exceptions                                                   |
 // | 1.5 E + 1 | 1     | 0                                                                           |
 // | 1.5 E + 2 | 2     | number of exceptions, at most n                                             |
 // | 1.5 E + 4 | 4 n   | exceptions by index: 2 bytes index, 2 bytes element; zeros behind them      |
 //
-// All integers are little-endian. A row with more exceptions has no code. Whoever changes any of this gives
-// it another number in the namespace (kvcache/integration/vllm/identity.py).
+// All integers are little-endian. A row without such a base has no code. Whoever changes what a code means
+// gives it another number in the namespace (kvcache/integration/vllm/identity.py).
 #pragma once
 
 #include <cstdint>
@@ -36,6 +39,8 @@ KVCACHE_INLINE int64_t coded_row_bytes(int64_t elements) {
 KVCACHE_INLINE uint32_t code_exceptions(int64_t elements) {
     return static_cast<uint32_t>(code_header_bytes(elements) / 4 - 1);
 }
+
+constexpr uint32_t kBases = 16;  // that are tried
 
 constexpr uint32_t kInfinite = 255;  // exponent of what is not finite: always an exception
 constexpr uint32_t kZeroCode = 15;   // exponent 0: zeros and what is too small for a leading 1

@@ -26,11 +26,14 @@ def capacity(elements: int) -> int:
 def encode(row: Row) -> bytes | None:
     """The code of bfloat16 elements given as their bits; None where there is none."""
     exponents = (row >> 7).astype(int) & 255
-    base = max((int(e) for e in exponents if e < 255), default=0)
-    distance = base - exponents
+    largest = max((int(e) for e in exponents if e < 255), default=0)
     zero = exponents == 0
-    exception = ~zero & ((distance < 0) | (distance > 14))
-    if exception.sum() > capacity(len(row)):
+    for base in range(largest, max(-1, largest - 16), -1):
+        distance = base - exponents
+        exception = ~zero & ((distance < 0) | (distance > 14))
+        if exception.sum() <= capacity(len(row)):
+            break
+    else:
         return None
     small = ((row >> 8).astype(int) & 128) | (row & 127)
     codes = np.where(zero | exception, 15, distance)
@@ -57,7 +60,8 @@ def exceptions(rows: Row) -> npt.NDArray[np.bool_]:
 
 def rows(generator: np.random.Generator, count: int, elements: int) -> Row:
     """Bits of bfloat16 rows such as a model's: normal, of one scale a row, with outliers, zeros, tiny and not
-    finite elements here and there, as many exceptions as there is room for in some."""
+    finite elements here and there, as many exceptions as there is room for in some. In half of them a few
+    elements are so much larger that the largest exponent may be no base."""
     scale = np.exp2(generator.integers(-120, 100, (count, 1)).astype(np.float64))
     values = generator.normal(size=(count, elements)) * scale
     values *= np.where(generator.random((count, elements)) < 0.01, 64.0, 1.0)
@@ -69,6 +73,11 @@ def rows(generator: np.random.Generator, count: int, elements: int) -> Row:
     # What chance made of exceptions beyond the room for them becomes zero.
     found = exceptions(bits)
     bits[found & (np.cumsum(found, axis=1) > capacity(elements))] = 0
+    for row, taken in zip(bits[::2], exceptions(bits[::2]).sum(axis=1), strict=True):
+        room = int(generator.integers(0, capacity(elements) - int(taken) + 1))
+        places = generator.choice(elements, room, replace=False)
+        exponent = row[places] >> 7 & 255
+        row[places] += np.where((exponent > 0) & (exponent < 200), 12 << 7, 0).astype(np.uint16)
     return bits
 
 

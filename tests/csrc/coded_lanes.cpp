@@ -23,12 +23,12 @@ std::mt19937 dice;
 
 uint32_t upto(uint32_t limit) { return std::uniform_int_distribution<uint32_t>(0, limit)(dice); }
 
-// Bits of numbers such as a model's, one in `rare` far from the others.
+// Bits of numbers such as a model's, one in `rare` far from the others, below or above.
 void fill(std::vector<uint16_t>& elements, uint32_t rare) {
     std::normal_distribution<float> normal;
     for (uint16_t& element : elements) {
         float value = normal(dice);
-        if (upto(rare) == 0) value = std::ldexp(value, -30);
+        if (upto(rare) == 0) value = std::ldexp(value, upto(2) == 0 ? 12 : -30);
         if (upto(500) == 0) value = 0;
         uint32_t bits;
         std::memcpy(&bits, &value, sizeof bits);

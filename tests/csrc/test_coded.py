@@ -169,6 +169,17 @@ def test_a_chunk_with_one_exception_too_many_in_a_row_is_refused(elements: int) 
             assert refused.tolist() == [0, 0, expected]
 
 
+def test_a_row_with_a_few_large_elements_has_a_smaller_base() -> None:
+    """As keys have whose channels differ: below the largest exponent too many others would be exceptions."""
+    generator = np.random.default_rng()
+    values = generator.normal(size=(64, 256)).astype(np.float32)
+    values[:, :3] *= 2.0**13
+    rows = (values.view(np.uint32) >> 16).astype(np.uint16)
+    over_the_largest = coded.exceptions(rows).sum(axis=1) <= coded.capacity(256)
+    assert not over_the_largest.all(), "none of these rows needs another base"
+    check_rows(rows)
+
+
 def test_what_cannot_be_coded_is_refused_before_anything_is_written() -> None:
     kv = make_kv("2BNHD", layers=1, blocks=2, block_size=4, heads=1, head_size=64, dtype=torch.bfloat16)
     pages = coded.pages_of(kv)
