@@ -52,7 +52,8 @@ class WayStats(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank's bytes cross the link in one direction: chosen by measurement when it started."""
 
     direction: str
-    """`store`, `load`, or `quiet_load`: a load that the request waits for outside of the batch."""
+    """`store`, `load` and `short_load`, which a step waits for, or `quiet_load`, which a request waits for
+    outside of the batch."""
     way: str
     """`host`, `staged`, `direct` or `strided_dma`."""
     multiprocessors: int

@@ -46,10 +46,18 @@ _TURN = 8
 """Slots of a load that a step waits for until its DMAs change streams: others get in between every 2.4 ms,
 for 0.3 % of the rate. A load beside the model changes after every slot, for what waits then are steps of
 requests that decode; a store never does: nobody else moves much that way."""
+SHORT_LOAD_S = 0.02
+"""A load by layer that is no longer has come before vLLM has launched all its model's kernels (16 to 30 ms of
+an 8B model, eager), so that the request waits for vLLM's thread, not for the link."""
 _EXPANDED_BYTES = 8 << 30
 """Of pages, of which coded rows are expanded in place at once: a step of a model waits some 4 ms for it."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
+
+
+def way_by_length(size: int, short: TransferWay, other: TransferWay) -> TransferWay:
+    """`short` for so few bytes that it moves them within `SHORT_LOAD_S`."""
+    return short if size <= short.bytes_per_s * SHORT_LOAD_S else other
 
 
 def group_layers(tokens: npt.NDArray[np.int64], token_bytes: int, slot_bytes: int) -> int:
@@ -109,8 +117,9 @@ class PageTransfer:
 
     Attributes:
         store_way: the way of stores, `load_way` that of loads, and `quiet_load_way` that of those that no
-            stream waits for (`feed`) and that had better leave the model its multiprocessors;
-            `ways.choose_ways` measures and sets them.
+            stream waits for (`feed`) and that had better leave the model its multiprocessors,
+            `short_load_way` that of loads by layer of less than `SHORT_LOAD_S`; `ways.choose_ways` measures
+            and sets them.
         store_stream: where stores are queued, None on the CPU; `load_stream` likewise.
     """
 
@@ -125,7 +134,7 @@ class PageTransfer:
         self._quiet_loads = _Lane(pages.device, ring_slot_bytes // 2, turn=1)
         self._coding: deque[tuple[Completion, torch.Tensor]] = deque()
         way = TransferWay(Way.HOST) if pages.device < 0 else TransferWay(Way.STAGED, blocks=_BLOCKS)
-        self.store_way = self.load_way = self.quiet_load_way = way
+        self.store_way = self.load_way = self.short_load_way = self.quiet_load_way = way
 
     @property
     def store_stream(self) -> torch.cuda.Stream | None:
@@ -230,9 +239,10 @@ class PageTransfer:
         stream = self.load_stream
         if stream is None:
             return self.load(chunks)
-        way = self._possible(self.load_way, chunks)
-        stream.wait_stream(torch.cuda.current_stream(self.pages.device))
         token_bytes, num_layers = self.pages.chunk_token_bytes, self.pages.num_layers
+        size = int((chunks.ends - chunks.starts).sum()) * token_bytes * num_layers
+        way = self._possible(way_by_length(size, self.short_load_way, self.load_way), chunks)
+        stream.wait_stream(torch.cuda.current_stream(self.pages.device))
         group = min(num_layers, group_layers(chunks.ends - chunks.starts, token_bytes, self._slot_bytes))
         events = []
         for begin in range(0, num_layers, group):

@@ -58,7 +58,8 @@ def _histogram(name: str, unit: Unit, labels: str, text: str) -> Definition:
 
 
 LABELS = {
-    "direction": "store, load or quiet_load (outside of the batch) for a way; read or write for a tier",
+    "direction": "store, load, short_load or quiet_load (outside of the batch) for a way; read or write for "
+    "a tier",
     "outcome": "hit_gpu (vLLM's own prefix cache), hit_cache (this cache) or computed",
     "process": "scheduler, or rank0, rank1, ...",
     "rank": "number of the worker, of tensor x pipeline parallelism",

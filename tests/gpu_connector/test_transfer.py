@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcache.gpu_connector.transfer import group_layers
+from kvcache.gpu_connector.transfer import SHORT_LOAD_S, TransferWay, Way, group_layers, way_by_length
 
 _MIB = 1 << 20
 
@@ -29,3 +29,11 @@ def test_layers_of_a_group_fill_a_slot(chunks: int, token_bytes: int, expected: 
 
 def test_a_load_of_nothing_has_groups_too() -> None:
     assert group_layers(np.zeros(0, dtype=np.int64), 4096, 16 * _MIB) > 0
+
+
+def test_loads_that_are_over_before_the_model_is_launched_go_the_way_of_few_calls() -> None:
+    short, other = TransferWay(Way.DIRECT, 16, bytes_per_s=50e9), TransferWay(Way.STAGED, 8, bytes_per_s=54e9)
+    longest = int(50e9 * SHORT_LOAD_S)
+    assert way_by_length(longest, short, other) is short
+    assert way_by_length(longest + 1, short, other) is other
+    assert way_by_length(1, TransferWay(Way.STAGED, 4), other) is other, "nothing was measured"

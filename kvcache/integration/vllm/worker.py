@@ -211,6 +211,7 @@ class WorkerSide:
             ways=[
                 _way_stats("store", transfer.store_way),
                 _way_stats("load", transfer.load_way),
+                _way_stats("short_load", transfer.short_load_way),
                 _way_stats("quiet_load", transfer.quiet_load_way),
             ],
         )
