@@ -65,6 +65,8 @@ Descriptors::Descriptors(size_t bytes) {
 }
 
 Descriptors::~Descriptors() {
+    // After an error between the two the upload, and what was launched, may still wait in the stream.
+    if (uploading_ != nullptr) cudaEventRecord(pair_->passed, uploading_);
     const std::lock_guard lock(pool().mutex);
     pool().idle[pair_->device_index].push_back(pair_);
 }
@@ -73,12 +75,14 @@ char* Descriptors::host() const { return pair_->host; }
 char* Descriptors::device() const { return pair_->device; }
 
 void Descriptors::upload(size_t bytes, cudaStream_t stream) {
+    uploading_ = stream;
     cuda_check(cudaMemcpyAsync(pair_->device, pair_->host, bytes, cudaMemcpyHostToDevice, stream),
                "upload of a descriptor");
 }
 
 void Descriptors::done(cudaStream_t stream) {
     cuda_check(cudaEventRecord(pair_->passed, stream), "cudaEventRecord");
+    uploading_ = nullptr;
 }
 
 }  // namespace kvcache

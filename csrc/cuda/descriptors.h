@@ -13,8 +13,8 @@ class Descriptors {
   public:
     // A pair of at least `bytes` on the current device that no queued work uses.
     explicit Descriptors(size_t bytes);
-    // Gives the pair back; it is free when `upload()`'s stream has come to `done()`, or at once if that was
-    // never called.
+    // Gives the pair back; it is free when the stream of `done()` has come there. Where that was not called,
+    // it is free behind all that the stream of `upload()` was given, or at once without one.
     ~Descriptors();
     Descriptors(const Descriptors&) = delete;
     Descriptors& operator=(const Descriptors&) = delete;
@@ -29,6 +29,7 @@ class Descriptors {
 
   private:
     Pair* pair_;
+    cudaStream_t uploading_ = nullptr;  // from upload() to done()
 };
 
 }  // namespace kvcache

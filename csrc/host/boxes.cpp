@@ -60,7 +60,7 @@ std::vector<Box> plan_codes(const Pages& pages, const Batch& batch) {
             const uint64_t base = pages.bases[static_cast<size_t>(batch.layer_begin + layer) * planes];
             for (size_t i = first; i < last; ++i) {
                 Box box{};
-                box.paged = base + static_cast<uint64_t>(runs[i].page_offset + runs[i].codes(pages));
+                box.paged = base + static_cast<uint64_t>(runs[i].page_offset + runs[i].codes_offset(pages));
                 box.packed =
                     chunk.address + static_cast<uint64_t>(layer * layer_bytes + runs[i].token * token_bytes);
                 box.bytes = static_cast<size_t>(runs[i].tokens * token_bytes);

@@ -58,7 +58,8 @@ void host_expand(const Pages& pages, const Batch& batch) {
     for (const CodeRun& run : code_runs(pages, batch)) {
         for (int64_t layer = batch.layer_begin; layer < batch.layer_end; ++layer) {
             const uint64_t* const bases = &pages.bases[static_cast<size_t>(layer * page.planes)];
-            const char* source = reinterpret_cast<char*>(bases[0]) + run.page_offset + run.codes(pages);
+            const char* source =
+                reinterpret_cast<char*>(bases[0]) + run.page_offset + run.codes_offset(pages);
             for (int64_t token = 0; token < run.tokens; ++token, source += codes.size()) {
                 std::memcpy(codes.data(), source, codes.size());
                 for (int64_t plane = 0; plane < page.planes; ++plane) {

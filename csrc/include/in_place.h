@@ -22,10 +22,10 @@ bool expands_in_place(const Pages& pages);
 
 // Tokens that follow each other in the pages.
 struct CodeRun {
-    size_t chunk;                              // index of its chunk in the batch
-    int64_t token, tokens;                     // the first one from the chunk's first on, and how many
-    int64_t page_offset;                       // bytes of the first one from a layer's first base on
-    int64_t codes(const Pages& pages) const {  // bytes from page_offset on to the codes
+    size_t chunk;                                     // index of its chunk in the batch
+    int64_t token, tokens;                            // the first one from the chunk's first on, and how many
+    int64_t page_offset;                              // bytes of the first one from a layer's first base on
+    int64_t codes_offset(const Pages& pages) const {  // bytes from page_offset on to the codes
         return tokens * (pages.layout.token_stride - pages.chunk_token_bytes());
     }
 };

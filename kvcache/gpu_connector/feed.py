@@ -38,8 +38,9 @@ class Feed(Completion):
     Args:
         slices: of the load's chunks, in order.
         hand_over: queues the copies of a slice, in the order of the calls.
-        settle: called once no slice is left to hand over, also because a call raised: queues what is left to
-            do for those that were, and completes behind all that was queued. None where nothing is left.
+        settle: called when no slice is left to hand over, and (again) after a call that raised: queues what
+            is left to do for those that were, and completes behind all that was queued. Where it raises then,
+            no chunk counts as moved. None where nothing is left to do.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Feed(Completion):
         if self._settle is not None:
             try:
                 self._last = self._settle()
-            except Exception:  # the error of this feed says why
+            except Exception as problem:
                 self._chunks = 0
+                if problem is not error:
+                    logger.exception("KV cache: what came of a broken load is not good either")
         self._slices.clear()
         self._ended.set()
 

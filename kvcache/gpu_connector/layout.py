@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvcache._native import PagedLayout, Pages, batched_kv_transfer, code_exceptions, coded_row_bytes
+from kvcache._native import (
+    PagedLayout,
+    Pages,
+    StagingRing,
+    batched_kv_transfer,
+    code_exceptions,
+    coded_row_bytes,
+    expand_in_place,
+)
 from kvcache.lmc_ops import check_dtype
 
 __all__ = [
@@ -234,9 +242,10 @@ def verify_code(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] | N
         view[chosen] = pattern.to(tensor.device)
         _copy(pages, chunk, slots, True, refused)
         good = not int(refused[0]) and torch.equal(chunk, expected)
-        view[chosen] = torch.full_like(saved, 0x5A)
-        _copy(pages, chunk, slots, False)
-        good = good and torch.equal(view[chosen].cpu(), pattern)
+        for load in (_load_in_place, _copy) if pages.expands_in_place else (_copy,):
+            view[chosen] = torch.full_like(saved, 0x5A)
+            load(pages, chunk, slots, False)
+            good = good and torch.equal(view[chosen].cpu(), pattern)
         numbers[-1, -1, -exceptions - 1 :] = 1e-30
         view[chosen] = pattern.to(tensor.device)
         _copy(pages, chunk, slots, True, refused)
@@ -290,6 +299,21 @@ def _copy(
         refused=0 if refused is None else refused.data_ptr(),
     )
     if stream is not None and not packed.is_cuda:
+        stream.synchronize()
+
+
+def _load_in_place(pages: Pages, packed: torch.Tensor, slots: np.ndarray, store: bool) -> None:
+    """As `_copy` a load, of one chunk of coded rows that the copy engine brings."""
+    stream = None
+    if pages.device >= 0:
+        stream = torch.cuda.Stream(pages.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(pages.device))
+    handle = 0 if stream is None else stream.cuda_stream
+    address = np.array([packed.data_ptr()], dtype=np.uint64)
+    chunk = (address, np.array([0], dtype=np.int64), np.array([len(slots)], dtype=np.int64), slots)
+    StagingRing(pages.device, packed.nbytes, 1).strided_dma(pages, *chunk, store, stream=handle)
+    expand_in_place(pages, *chunk, stream=handle)
+    if stream is not None:
         stream.synchronize()
 
 

@@ -50,7 +50,7 @@ SHORT_LOAD_S = 0.02
 """A load by layer that is no longer has come before vLLM has launched all its model's kernels (16 to 30 ms of
 an 8B model, eager), so that the request waits for vLLM's thread, not for the link."""
 _EXPANDED_BYTES = 8 << 30
-"""Of pages, of which coded rows are expanded in place at once: a step of a model waits some 4 ms for it."""
+"""Of pages, of which coded rows are expanded in place at once: a step of a model waits some 5 ms for it."""
 _BLOCKS = 4
 """Multiprocessors of a staged copy where nothing was measured."""
 
@@ -348,15 +348,19 @@ class _Slices:
         self._pages_free = pages_free
         self._coded: list[Chunks] = []
         self._tokens = 0
+        self._failed: Exception | None = None
 
     def hand_over(self, part: Chunks) -> Completion:
         """On the feeder's thread, which has no stream of its own."""
         transfer = self._transfer
         lane, way = transfer._quiet_loads, transfer._possible(transfer.quiet_load_way, part)
+        comes_coded = way.way is Way.STRIDED_DMA and transfer.pages.coded
+        if not comes_coded:  # its rows must not come between codes
+            self._expand()
         if lane.stream is not None and self._pages_free is not None:
             lane.stream.wait_event(self._pages_free)
         transfer._queue_copies(lane, part, False, way, {})
-        if way.way is Way.STRIDED_DMA and transfer.pages.coded:
+        if comes_coded:
             self._coded.append(part)
             self._tokens += len(part.slots)
         if self._tokens * transfer.pages.layout.token_bytes * transfer.pages.num_layers >= _EXPANDED_BYTES:
@@ -364,10 +368,19 @@ class _Slices:
         return transfer._behind_feeds()
 
     def settle(self) -> Completion:
-        if self._coded:
-            self._expand()
+        """Raises what an expansion raised, however often: none of the feed's chunks counts as loaded then."""
+        if self._failed is not None:
+            raise self._failed
+        self._expand()
         return self._transfer._behind_feeds()
 
     def _expand(self) -> None:
-        self._transfer._queue_expansion(self._transfer._quiet_loads, Chunks.joined(self._coded), {})
-        self._coded, self._tokens = [], 0  # not where that raised: then none of the feed's chunks has come
+        # Once, whatever comes of it: elements that were expanded are no codes any more.
+        coded, self._coded, self._tokens = self._coded, [], 0
+        if not coded:
+            return
+        try:
+            self._transfer._queue_expansion(self._transfer._quiet_loads, Chunks.joined(coded), {})
+        except Exception as error:
+            self._failed = error
+            raise

@@ -24,7 +24,8 @@ class Way(Enum):
     DIRECT = "direct"
     """A kernel reads or writes page-locked host memory itself."""
     STRIDED_DMA = "strided_dma"
-    """The copy engine walks pages and chunks by itself; no multiprocessor is used."""
+    """The copy engine walks pages and chunks by itself, without a multiprocessor. Of coded rows a kernel on
+    all of them follows, once."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class TransferWay:
     """The way of one direction, and what it reached when it was measured.
 
     Attributes:
-        blocks: thread blocks of a launch: the multiprocessors in use; 0 where no kernel runs.
+        blocks: thread blocks of a launch: the multiprocessors in use; 0 where none is while bytes move.
         bytes_per_s: measured at start-up; 0.0 where nothing was measured.
         link_bytes_per_s: a plain page-locked copy in the same run.
     """

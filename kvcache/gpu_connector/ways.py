@@ -77,15 +77,16 @@ def _choose(transfer: PageTransfer, chunks: Chunks, memory: torch.Tensor) -> Non
     for way in _candidates(coded=transfer.pages.coded):
         for store in (True, False):  # a load writes back what the store before it read
             measured[store].append(tried(way, store))
-    quiet = [way for way in measured[False] if _is_quiet(way)]
-    if transfer.pages.expands_in_place and _native.dma_in_batches():
-        # Not where a step waits: the copy engine is given a copy for each block and layer.
-        quiet.insert(0, tried(TransferWay(Way.STRIDED_DMA), store=False))
     transfer.store_way = _best(measured[True], _GOOD_ENOUGH)
     transfer.load_way = _best(measured[False], _AS_GOOD)
     at_once = tried(TransferWay(Way.DIRECT, _SHORT_BLOCKS), store=False)
     transfer.short_load_way = _best([at_once, transfer.load_way], _SHORT_ENOUGH)
-    transfer.quiet_load_way = _best(quiet, _GOOD_ENOUGH * _length_when_stored(transfer.pages))
+    transfer.quiet_load_way = _best([way for way in measured[False] if _is_quiet(way)], _GOOD_ENOUGH)
+    if transfer.pages.expands_in_place and _native.dma_in_batches():
+        # Not where a step waits: the copy engine is given a copy for each block and layer.
+        in_place = tried(TransferWay(Way.STRIDED_DMA), store=False)
+        if _page_rate(in_place, transfer.pages) >= _GOOD_ENOUGH * in_place.link_bytes_per_s:
+            transfer.quiet_load_way = in_place
     for what, way in (
         ("stores", transfer.store_way),
         ("loads that a step waits for", transfer.load_way),
@@ -185,9 +186,9 @@ def _is_quiet(way: TransferWay) -> bool:
     return way.way is Way.STAGED and way.blocks >= _QUIET_BLOCKS
 
 
-def _length_when_stored(pages: _native.Pages) -> float:
-    """Of a token, as a share of its length in the pages, whose rate is what a request waits for."""
-    return pages.chunk_token_bytes / pages.layout.token_bytes
+def _page_rate(way: TransferWay, pages: _native.Pages) -> float:
+    """Bytes of pages a second, which is what a request waits for: its rows may be coded on the way."""
+    return way.bytes_per_s * pages.layout.token_bytes / pages.chunk_token_bytes
 
 
 def _link_rate(memory: torch.Tensor, store: bool, device: torch.device) -> float:

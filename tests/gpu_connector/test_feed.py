@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache import _native
 from kvcache.gpu_connector import transfer
 from kvcache.gpu_connector.feed import LAST_SLICES, SLICES_IN_FLIGHT, Feed, Feeder, cut
 from kvcache.gpu_connector.interface import Completion
@@ -235,4 +237,63 @@ def test_coded_rows_that_the_copy_engine_brought_expand_also_behind_an_error(
     if expanded_bytes == 1 << 30:  # one token of two slices that expand together
         check(feed, 0)
         assert isinstance(feed.error, ValueError)
+    else:  # the later slice's row has it
+        assert feed.wait(WAIT_S)
+        mine = torch.from_numpy(np.setdiff1d(slots, [-1, slots[-1], twice[-1]]))
+        for rows, was in zip(kv.snapshot(), before, strict=True):
+            assert torch.equal(rows[mine], was[mine])
     pages_transfer.close()
+
+
+class _Coded:
+    """Pages of coded rows that the copy engine loads, and four chunks of them, stored."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
+        self.kv = coded.kv("LBNHC", layers=2, blocks=12, block_size=8, heads=3, head_size=64)
+        self.transfer, self.before = PageTransfer(coded.pages_of(self.kv)), self.kv.snapshot()
+        self.transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA)
+        ends = np.cumsum([20, 20, 20, 13]).astype(np.int64)
+        starts = np.concatenate([[0], ends[:-1]])
+        slots = random_slots(self.kv.slots, int(ends[-1]), 8).numpy()
+        token_bytes = 2 * self.transfer.pages.chunk_token_bytes
+        self.memory = np.zeros(int(ends[-1]) * token_bytes, dtype=np.uint8)
+        addresses = (self.memory.ctypes.data + starts * token_bytes).astype(np.uint64)
+        self.chunks = Chunks(addresses, starts, ends, slots)
+        assert self.transfer.store(self.chunks).moved(4) == 4
+        self.kv.storage.fill_(0xA5)
+
+    def right(self, slots: np.ndarray) -> bool:
+        mine = torch.from_numpy(slots)
+        rows = zip(self.kv.snapshot(), self.before, strict=True)
+        return all(torch.equal(now[mine], was[mine]) for now, was in rows)
+
+
+def test_of_an_expansion_that_failed_nothing_counts_and_nothing_is_expanded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, expand, calls = _Coded(monkeypatch), _native.expand_in_place, [0]
+
+    def fail_behind_the_launch(*arguments: Any, **options: Any) -> None:
+        expand(*arguments, **options)
+        calls[0] += 1
+        raise RuntimeError("the device says no")
+
+    monkeypatch.setattr(_native, "expand_in_place", fail_behind_the_launch)
+    feed = one.transfer.feed(one.chunks)
+    assert feed.wait(WAIT_S)
+    assert (feed.moved(4), calls[0], str(feed.error)) == (0, 1, "the device says no")
+    one.transfer.close()
+
+
+def test_rows_that_come_another_way_do_not_come_between_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _Coded(monkeypatch)
+    ways = iter((Way.STRIDED_DMA, Way.STAGED, Way.STRIDED_DMA, Way.STRIDED_DMA))
+    monkeypatch.setattr(PageTransfer, "_possible", lambda self, way, chunks: TransferWay(next(ways), 1))
+    twice = one.chunks.slots.copy()
+    twice[25] = twice[10]
+    feed = one.transfer.feed(Chunks(one.chunks.addresses, one.chunks.starts, one.chunks.ends, twice))
+    assert feed.wait(WAIT_S)
+    assert (feed.moved(4), feed.error) == (4, None)
+    assert one.right(np.delete(one.chunks.slots, [10, 25]))
+    one.transfer.close()
