@@ -42,6 +42,8 @@ class Setup:
     """Of ours, below host memory."""
     compression: str = "None"
     """Of ours."""
+    runtime_dir: str = ""
+    """Of ours: where its processes can be asked; empty for the usual place."""
 
 
 def available(mode: str, device: str) -> str:
@@ -67,6 +69,7 @@ def connector_config(setup: Setup) -> dict[str, Any] | None:
                 "use_layerwise": setup.mode == LAYERWISE,
                 "compression": setup.compression if setup.mode == OURS else "None",
                 "tiers": {"cpu": {"capacity": str(capacity)}, **setup.tiers},
+                **({"runtime_dir": setup.runtime_dir} if setup.runtime_dir else {}),
             },
         }
     if setup.mode == NATIVE:

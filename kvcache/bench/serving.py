@@ -8,17 +8,22 @@ first left out. This module is also what the child processes run:
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvcache.bench.engines import GPU_HIT, MARK, PLAIN, Engine, Setup, available, emit
+from kvcache.bench.engines import GPU_HIT, LAYERWISE, MARK, OURS, PLAIN, Engine, Setup, available, emit
+from kvcache.control.client import ControlClient
+from kvcache.control.snapshot import Snapshot
+from kvcache.stats import WayStats
 
 _SETTLE_S = 1.0
 """For stores that run behind the request."""
@@ -87,7 +92,14 @@ def interfere(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
         name: round(statistics.median(column), 2)
         for name, column in zip(names, zip(*rows, strict=True), strict=True)
     }
-    emit(tokens=tokens, **medians)
+    growth = sorted(beside / alone for alone, beside, _, _ in rows)
+    emit(
+        tokens=tokens,
+        **medians,
+        growth=round(statistics.median(growth), 3),
+        growth_low=round(growth[0], 3),
+        growth_high=round(growth[-1], 3),
+    )
 
 
 def _interfere_once(engine: Engine, tokens: int, others: int, name: str) -> tuple[float, float, float, float]:
@@ -175,7 +187,8 @@ RUNS: dict[str, Callable[[Engine, Setup, dict[str, Any]], None]] = {
 def compare(name: str, setups: Sequence[Setup], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Runs a bench on one engine after another, each in a process of its own; its figures as they come.
 
-    A mode that cannot run here yields its reason, one that fails the last lines that it printed.
+    A mode that cannot run here yields its reason, one that fails the last lines that it printed. After its
+    figures ours yields the `ways` by which its bytes went.
     """
     for setup in setups:
         reason = available(setup.mode, setup.device)
@@ -222,9 +235,37 @@ def prove_hits(engine: Engine, setup: Setup) -> None:
         raise RuntimeError(f"{setup.mode} gave nothing of a prompt back; its log above says why")
 
 
+def ways(setup: Setup) -> list[str]:
+    """The ways that the first rank has chosen, in words; empty where it cannot be asked."""
+
+    async def ask() -> Snapshot:
+        client = ControlClient(setup.runtime_dir, expected_ranks=1)
+        try:
+            return await client.snapshot()
+        finally:
+            client.close()
+
+    rank = asyncio.run(ask()).ranks.get(0)
+    return [] if rank is None else [_in_words(way) for way in rank.ways]
+
+
+def _in_words(way: WayStats) -> str:
+    if not way.bytes_per_second:
+        return f"{way.direction} {way.way}"
+    rate, link = way.bytes_per_second / 1e9, way.link_bytes_per_second / 1e9
+    return f"{way.direction} {way.way} {way.multiprocessors}, {rate:.1f} of {link:.1f} GB/s"
+
+
+def _child(bench: str, setup: Setup, options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvcache-bench-") as folder:
+        setup = dataclasses.replace(setup, runtime_dir=folder)
+        engine = Engine(setup, seed=7)
+        prove_hits(engine, setup)
+        RUNS[bench](engine, setup, options)
+        if setup.mode in (OURS, LAYERWISE):
+            emit(ways=ways(setup))
+
+
 if __name__ == "__main__":
-    bench, setup_json, options_json = sys.argv[1:]
-    the_setup = Setup(**json.loads(setup_json))
-    the_engine = Engine(the_setup, seed=7)
-    prove_hits(the_engine, the_setup)
-    RUNS[bench](the_engine, the_setup, json.loads(options_json))
+    bench_name, setup_json, options_json = sys.argv[1:]
+    _child(bench_name, Setup(**json.loads(setup_json)), json.loads(options_json))

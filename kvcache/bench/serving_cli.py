@@ -18,7 +18,8 @@ _MODES = {
 _COLUMNS = {
     "ttft": "mode tokens cold_ms hit_ms own_hit_ms to_own cached equal",
     "miss": "mode tokens tokens_per_s low high",
-    "interfere": "mode tokens alone_p50_ms beside_p50_ms beside_max_ms hit_ttft_ms",
+    "interfere": "mode tokens alone_p50_ms beside_p50_ms growth growth_low growth_high beside_max_ms "
+    "hit_ttft_ms",
     "multiturn": "mode turn tokens ttft_ms low_ms high_ms cached",
 }
 _HELP = {
@@ -107,6 +108,9 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     rows = []
     for row in compare(options.what, setups, chosen):
         rows.append(row)
+        if "ways" in row:
+            print(f"  ways: {'; '.join(row['ways'])}", flush=True)  # noqa: T201
+            continue
         print("\t".join(str(row.get(name, "")) for name in columns.split()), flush=True)  # noqa: T201
         for trouble in ("left_out", "failed"):
             if trouble in row:
