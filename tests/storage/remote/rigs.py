@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,11 @@ def get(tier: Tier, objects: Sequence[StoredObject]) -> list[bytes | None]:
 
 def payloads(objects: Sequence[StoredObject]) -> list[bytes | None]:
     return [bytes(obj.payload) for obj in objects]
+
+
+def remote_threads() -> set[threading.Thread]:
+    """Of all tiers, also those that other tests left open when they failed."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("remote-")}
 
 
 def eventually(true: Callable[[], bool], wait_s: float = WAIT_S) -> None:

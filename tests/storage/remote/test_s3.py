@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,17 @@ from tests.storage.disk_rigs import SHAPE, Rig
 from tests.storage.remote.certificates import Authority
 from tests.storage.remote.conftest import BUCKET, S3_KEYS, answers_s3
 from tests.storage.remote.faults import Fault, FaultProxy
-from tests.storage.remote.rigs import QUICK, context, eventually, get, head, payloads, put, s3_config
+from tests.storage.remote.rigs import (
+    QUICK,
+    context,
+    eventually,
+    get,
+    head,
+    payloads,
+    put,
+    remote_threads,
+    s3_config,
+)
 from tests.storage.remote.servers import Server, weed_server
 
 pytestmark = pytest.mark.usefixtures("s3_keys")
@@ -304,10 +313,11 @@ def test_another_deadline_counts_at_once(proxy: FaultProxy, prefix: str, rig: Ri
 
 
 def test_closing_while_the_server_hangs(proxy: FaultProxy, prefix: str, rig: Rig) -> None:
+    before = remote_threads()
     tier = proxied(proxy, prefix)
     proxy.fault = Fault(hang=True)
     written = tier.put(rig.objects(3))
     time.sleep(0.1)
     tier.close()
     assert written.result(5) == [PutOutcome.FAILED] * 3
-    eventually(lambda: not any(thread.name.startswith("remote-") for thread in threading.enumerate()))
+    eventually(lambda: remote_threads() <= before)

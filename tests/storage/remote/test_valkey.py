@@ -15,7 +15,16 @@ from kvcache.storage.tiers.remote_client import name_of
 from kvcache.storage.tiers.valkey import open_valkey
 from kvcache.tokens.keys import CacheEngineKey
 from tests.storage.disk_rigs import Rig, aligned
-from tests.storage.remote.rigs import context, eventually, get, head, payloads, put, valkey_config
+from tests.storage.remote.rigs import (
+    context,
+    eventually,
+    get,
+    head,
+    payloads,
+    put,
+    remote_threads,
+    valkey_config,
+)
 from tests.storage.remote.servers import Server, cli
 
 
@@ -214,14 +223,14 @@ def test_only_the_target_is_written(tier: RemoteTier, rig: Rig) -> None:
 
 
 def test_after_closing_nothing_is_there(valkey: Server, rig: Rig) -> None:
+    before = remote_threads()
     tier = open_valkey(valkey_config(valkey.endpoint), context())
     objects = rig.objects(3)
     put(tier, objects)
-    before = {thread.name for thread in threading.enumerate()}
-    assert any(name.startswith("remote-") for name in before)
+    assert remote_threads() > before
     tier.close()
     assert head(tier, objects) == [None] * 3
     assert get(tier, objects) == [None] * 3
     assert put(tier, objects) == [PutOutcome.FAILED] * 3
     assert tier.remove([objects[0].key]).result(5) == 0
-    eventually(lambda: not any(thread.name.startswith("remote-") for thread in threading.enumerate()))
+    eventually(lambda: remote_threads() <= before)

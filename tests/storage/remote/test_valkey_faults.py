@@ -14,7 +14,17 @@ from kvcache.storage.tiers.remote import RemoteTier
 from kvcache.storage.tiers.valkey import ValkeyClient
 from tests.storage.disk_rigs import Rig, aligned
 from tests.storage.remote.faults import Fault, FaultProxy
-from tests.storage.remote.rigs import QUICK, context, eventually, get, head, payloads, put, valkey_config
+from tests.storage.remote.rigs import (
+    QUICK,
+    context,
+    eventually,
+    get,
+    head,
+    payloads,
+    put,
+    remote_threads,
+    valkey_config,
+)
 from tests.storage.remote.servers import Server
 
 DEADLINE_S = 0.8
@@ -204,6 +214,7 @@ def test_a_server_that_is_restarted_is_found_again(
 
 
 def test_closing_while_the_server_hangs(proxy: FaultProxy, rig: Rig) -> None:
+    before = remote_threads()
     tier = make_tier(proxy, deadline_s=30.0)
     objects = rig.objects(4)
     put(tier, objects)
@@ -214,7 +225,7 @@ def test_closing_while_the_server_hangs(proxy: FaultProxy, rig: Rig) -> None:
     tier.close()
     assert all(future.result(1) == [False] for future in futures)
     assert written.result(1) == [PutOutcome.FAILED] * 3
-    eventually(lambda: not any(thread.name.startswith("remote-") for thread in threading.enumerate()))
+    eventually(lambda: remote_threads() <= before)
 
 
 def test_many_threads_and_faults_at_random(tier: RemoteTier, proxy: FaultProxy, rig: Rig) -> None:

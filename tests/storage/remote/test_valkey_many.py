@@ -44,6 +44,13 @@ def cluster(valkey_binary: str, tmp_path: Path) -> Iterator[list[Server]]:
             cli(node, "CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
             if number:
                 cli(node, "CLUSTER", "MEET", "127.0.0.1", str(nodes[0].port))
+        names = [cli(node, "CLUSTER", "MYID") for node in nodes]
+
+        def met(node: Server) -> bool:
+            known = cli(node, "CLUSTER", "NODES")
+            return "handshake" not in known and all(name in known for name in names)
+
+        eventually(lambda: all(met(node) for node in nodes))
         eventually(lambda: all("cluster_state:ok" in cli(node, "CLUSTER", "INFO") for node in nodes))
         yield nodes
 
