@@ -193,80 +193,72 @@ def test_a_slot_outside_of_the_pages_is_the_feeds_error() -> None:
     one.close()
 
 
+class _Coded:
+    """Pages of coded rows that the copy engine loads, and four chunks of them, stored; a slice a chunk.
+
+    Args:
+        skip: share of the tokens without a slot.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, skip: float = 0.0) -> None:
+        monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
+        self.kv = coded.kv(
+            "LBNHC", layers=2, blocks=12, block_size=8, heads=3, head_size=64, seed=random.randrange(99)
+        )
+        self.transfer, self.before = PageTransfer(coded.pages_of(self.kv)), self.kv.snapshot()
+        self.transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA)
+        self.ends = np.cumsum([20, 20, 20, 13]).astype(np.int64)
+        starts = np.concatenate([[0], self.ends[:-1]])
+        self.slots = random_slots(self.kv.slots, int(self.ends[-1]), 8, skip=skip).numpy()
+        token_bytes = 2 * self.transfer.pages.chunk_token_bytes
+        self.memory = np.zeros(int(self.ends[-1]) * token_bytes, dtype=np.uint8)
+        self.addresses = (self.memory.ctypes.data + starts * token_bytes).astype(np.uint64)
+        self.starts = starts
+        assert self.transfer.store(self.chunks(self.slots)).moved(4) == 4
+        self.kv.storage.fill_(0xA5)
+
+    def chunks(self, slots: np.ndarray) -> Chunks:
+        return Chunks(self.addresses, self.starts, self.ends, slots)
+
+    def load(self, slots: np.ndarray) -> Feed:
+        feed = self.transfer.feed(self.chunks(slots))
+        assert feed.wait(WAIT_S)
+        return feed
+
+    def check(self, slots: np.ndarray) -> None:
+        """These slots hold what was stored."""
+        mine = torch.from_numpy(slots[slots >= 0])
+        for rows, was in zip(self.kv.snapshot(), self.before, strict=True):
+            assert torch.equal(rows[mine], was[mine])
+
+
 @pytest.mark.parametrize("expanded_bytes", [1, 40_000, 1 << 30])
 def test_coded_rows_that_the_copy_engine_brought_expand_also_behind_an_error(
     expanded_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "_EXPANDED_BYTES", expanded_bytes)
-    monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
-    kv = coded.kv(
-        "LBNHC", layers=2, blocks=12, block_size=8, heads=3, head_size=64, seed=random.randrange(99)
-    )
-    pages_transfer, before = PageTransfer(coded.pages_of(kv)), kv.snapshot()
-    pages_transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA)
-    ends = np.cumsum([20, 20, 20, 13]).astype(np.int64)
-    starts = np.concatenate([[0], ends[:-1]])
-    slots = random_slots(kv.slots, int(ends[-1]), 8, skip=0.1).numpy()
-    token_bytes = 2 * pages_transfer.pages.chunk_token_bytes
-    memory = np.zeros(int(ends[-1]) * token_bytes, dtype=np.uint8)
-    addresses = (memory.ctypes.data + starts * token_bytes).astype(np.uint64)
-    chunks = Chunks(addresses, starts, ends, slots)
-    assert pages_transfer.store(chunks).moved(4) == 4
+    one = _Coded(monkeypatch, skip=0.1)
+    feed = one.load(one.slots)
+    assert (feed.moved(4), feed.error) == (4, None)
+    one.check(one.slots)
 
-    def check(feed: Feed, loaded: int) -> None:
-        assert feed.wait(WAIT_S)
-        assert feed.moved(4) == loaded
-        mine = torch.from_numpy(slots[: ends[loaded - 1] if loaded else 0])
-        mine = mine[mine >= 0]
-        for rows, was in zip(kv.snapshot(), before, strict=True):
-            assert torch.equal(rows[mine], was[mine])
-
-    kv.storage.fill_(0xA5)
-    feed = pages_transfer.feed(chunks)
-    check(feed, 4)
-    assert feed.error is None
-    kv.storage.fill_(0xA5)
-    broken = slots.copy()
-    broken[-1] = kv.slots
-    feed = pages_transfer.feed(Chunks(addresses, starts, ends, broken))
-    check(feed, 3)
+    one.kv.storage.fill_(0xA5)
+    broken = one.slots.copy()
+    broken[-1] = one.kv.slots
+    feed = one.load(broken)
+    assert feed.moved(4) == 3
     assert isinstance(feed.error, ValueError)
-    twice = slots.copy()
-    twice[-1] = next(slot for slot in slots if slot >= 0)
-    feed = pages_transfer.feed(Chunks(addresses, starts, ends, twice))
+    one.check(one.slots[: one.ends[2]])
+
+    twice = one.slots.copy()
+    twice[-1] = next(slot for slot in one.slots if slot >= 0)
+    feed = one.load(twice)
     if expanded_bytes == 1 << 30:  # one token of two slices that expand together
-        check(feed, 0)
+        assert feed.moved(4) == 0
         assert isinstance(feed.error, ValueError)
     else:  # the later slice's row has it
-        assert feed.wait(WAIT_S)
-        mine = torch.from_numpy(np.setdiff1d(slots, [-1, slots[-1], twice[-1]]))
-        for rows, was in zip(kv.snapshot(), before, strict=True):
-            assert torch.equal(rows[mine], was[mine])
-    pages_transfer.close()
-
-
-class _Coded:
-    """Pages of coded rows that the copy engine loads, and four chunks of them, stored."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(transfer, "cut", partial(cut, slice_bytes=1))
-        self.kv = coded.kv("LBNHC", layers=2, blocks=12, block_size=8, heads=3, head_size=64)
-        self.transfer, self.before = PageTransfer(coded.pages_of(self.kv)), self.kv.snapshot()
-        self.transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA)
-        ends = np.cumsum([20, 20, 20, 13]).astype(np.int64)
-        starts = np.concatenate([[0], ends[:-1]])
-        slots = random_slots(self.kv.slots, int(ends[-1]), 8).numpy()
-        token_bytes = 2 * self.transfer.pages.chunk_token_bytes
-        self.memory = np.zeros(int(ends[-1]) * token_bytes, dtype=np.uint8)
-        addresses = (self.memory.ctypes.data + starts * token_bytes).astype(np.uint64)
-        self.chunks = Chunks(addresses, starts, ends, slots)
-        assert self.transfer.store(self.chunks).moved(4) == 4
-        self.kv.storage.fill_(0xA5)
-
-    def right(self, slots: np.ndarray) -> bool:
-        mine = torch.from_numpy(slots)
-        rows = zip(self.kv.snapshot(), self.before, strict=True)
-        return all(torch.equal(now[mine], was[mine]) for now, was in rows)
+        one.check(np.setdiff1d(one.slots, [-1, one.slots[-1], twice[-1]]))
+    one.transfer.close()
 
 
 def test_of_an_expansion_that_failed_nothing_counts_and_nothing_is_expanded_again(
@@ -280,8 +272,7 @@ def test_of_an_expansion_that_failed_nothing_counts_and_nothing_is_expanded_agai
         raise RuntimeError("the device says no")
 
     monkeypatch.setattr(_native, "expand_in_place", fail_behind_the_launch)
-    feed = one.transfer.feed(one.chunks)
-    assert feed.wait(WAIT_S)
+    feed = one.load(one.slots)
     assert (feed.moved(4), calls[0], str(feed.error)) == (0, 1, "the device says no")
     one.transfer.close()
 
@@ -290,10 +281,9 @@ def test_rows_that_come_another_way_do_not_come_between_codes(monkeypatch: pytes
     one = _Coded(monkeypatch)
     ways = iter((Way.STRIDED_DMA, Way.STAGED, Way.STRIDED_DMA, Way.STRIDED_DMA))
     monkeypatch.setattr(PageTransfer, "_possible", lambda self, way, chunks: TransferWay(next(ways), 1))
-    twice = one.chunks.slots.copy()
+    twice = one.slots.copy()
     twice[25] = twice[10]
-    feed = one.transfer.feed(Chunks(one.chunks.addresses, one.chunks.starts, one.chunks.ends, twice))
-    assert feed.wait(WAIT_S)
+    feed = one.load(twice)
     assert (feed.moved(4), feed.error) == (4, None)
-    assert one.right(np.delete(one.chunks.slots, [10, 25]))
+    one.check(np.delete(one.slots, [10, 25]))
     one.transfer.close()
