@@ -326,9 +326,8 @@ class PageTransfer:
             yield
         except Exception:
             if self.pages.device >= 0:
-                with contextlib.suppress(
-                    Exception
-                ):  # a device that cannot be waited for does nothing any more
+                # A device that cannot even be waited for does nothing any more.
+                with contextlib.suppress(Exception):
                     torch.cuda.synchronize(self.pages.device)
             raise
 
