@@ -35,12 +35,6 @@ constexpr uint32_t kWarp = 32;
 constexpr uint32_t kAll = 0xffffffff;
 constexpr uint32_t kLaneElements = 8;  // 16 bytes
 
-// Elements 2 i and 2 i + 1 are the halves of word i.
-__device__ __forceinline__ uint32_t element(const uint4& vector, uint32_t i) {
-    const uint32_t word = i < 4 ? (i < 2 ? vector.x : vector.y) : (i < 6 ? vector.z : vector.w);
-    return word >> (16 * (i & 1)) & 0xffff;
-}
-
 // Address of the row's vector `v` in its page.
 __device__ __forceinline__ uint4* in_page(char* page, uint32_t v, const CodedArgs& args) {
     const uint32_t first = v * kLaneElements, head = args.head_elements.quotient(first);
@@ -48,67 +42,113 @@ __device__ __forceinline__ uint4* in_page(char* page, uint32_t v, const CodedArg
                                     int64_t{first - head * args.head_elements.divisor} * 2);
 }
 
+// Elements 2 i and 2 i + 1 are the halves of word i.
+__device__ __forceinline__ uint32_t element(const uint4& vector, uint32_t i) {
+    const uint32_t word = i < 4 ? (i < 2 ? vector.x : vector.y) : (i < 6 ? vector.z : vector.w);
+    return word >> (16 * (i & 1)) & 0xffff;
+}
+
+// Four numbers of a byte each, in the order of the elements; arithmetic on a word does not carry between
+// them.
+constexpr uint32_t kEach = 0x01010101;
+constexpr uint32_t kHighBits = 0x80808080;
+
+// The largest exponent below kInfinite of a row's words, of two elements each, is found as the largest number
+// of 16 bits: the exponent and 1, which makes 0 of kInfinite, at the exponent's place.
+__device__ __forceinline__ uint32_t next_exponents(uint32_t word) {
+    constexpr uint32_t kExponents = 0x7f807f80;
+    return ((word & kExponents) + 0x00800080) & kExponents;
+}
+
+__device__ inline uint32_t largest_exponent(char* page, const CodedArgs& args) {
+    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
+    uint32_t most = 0;
+    for (uint32_t first = lane; first < vectors; first += kWarp * kInFlight) {
+        uint4 row[kInFlight];
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            const uint32_t v = first + i * kWarp;
+            row[i] = v < vectors ? *in_page(page, v, args) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            const uint32_t pairs = __vmaxu2(__vmaxu2(next_exponents(row[i].x), next_exponents(row[i].y)),
+                                            __vmaxu2(next_exponents(row[i].z), next_exponents(row[i].w)));
+            most = __vmaxu2(most, pairs);
+        }
+    }
+    const uint32_t next = __reduce_max_sync(kAll, max(most & 0xffff, most >> 16)) >> 7;
+    return next == 0 ? 0 : next - 1;
+}
+
+struct Coded {
+    uint32_t bytes;       // signs and mantissas
+    uint32_t codes;       // one a byte
+    uint32_t exceptions;  // the high bit of each byte
+};
+
+// Four elements, of two words, over the base that is in each byte of `bases`.
+__device__ __forceinline__ Coded coded_of(uint32_t one, uint32_t two, uint32_t bases) {
+    const uint32_t lower = __byte_perm(one, two, 0x6420), upper = __byte_perm(one, two, 0x7531);
+    const uint32_t exponents = (upper << 1 & ~kEach) | (lower >> 7 & kEach);
+    const uint32_t low_bits = exponents & ~kHighBits;
+    const uint32_t differences = ((bases | kHighBits) - low_bits) ^ ((bases ^ ~exponents) & kHighBits);
+    const uint32_t above = (~bases & exponents) | ((~bases | exponents) & differences);  // than the base
+    const uint32_t far = (differences & ~kHighBits) + (128 - kZeroCode) * kEach;         // or in 15 and more
+    const uint32_t outside = (above | far | differences) & kHighBits;
+    const uint32_t nonzero = (low_bits + ~kHighBits) | exponents;
+    const uint32_t without = (outside | ~nonzero) & kHighBits;  // code
+    return {(upper & kHighBits) | (lower & ~kHighBits),
+            (differences & 15 * kEach) | without / 128 * kZeroCode, outside & nonzero};
+}
+
+// Eight codes as halves of four bytes.
+__device__ __forceinline__ uint32_t packed(uint32_t low, uint32_t high) {
+    return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
+}
+
 // Codes of a row over `base`; its exceptions, of which as many as there is room for are written.
 __device__ inline uint32_t encode_over(uint32_t base, char* page, uint8_t* coded, const CodedArgs& args) {
     const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
     auto* const entries = reinterpret_cast<uint32_t*>(coded + args.elements + args.elements / 2) + 1;
-    const uint32_t capacity = code_exceptions(args.elements);
+    const uint32_t capacity = code_exceptions(args.elements), bases = base * kEach;
     uint32_t written = 0;  // exceptions of all lanes so far
     for (uint32_t first = 0; first < vectors; first += kWarp) {
         const uint32_t v = first + lane;
-        const bool mine = v < vectors;
         uint4 row = make_uint4(0, 0, 0, 0);
-        if (mine) row = *in_page(page, v, args);
-        uint32_t low = 0, high = 0, codes = 0, exceptions = 0;
+        if (v < vectors) row = *in_page(page, v, args);
+        const Coded low = coded_of(row.x, row.y, bases), high = coded_of(row.z, row.w, bases);
+        if (v < vectors) {
+            reinterpret_cast<uint2*>(coded)[v] = make_uint2(low.bytes, high.bytes);
+            reinterpret_cast<uint32_t*>(coded + args.elements)[v] = packed(low.codes, high.codes);
+        }
+        if (!__any_sync(kAll, (low.exceptions | high.exceptions) != 0)) continue;
+        const uint32_t exceptions = __popc(low.exceptions) + __popc(high.exceptions);
+        uint32_t before = exceptions;
+#pragma unroll
+        for (uint32_t step = 1; step < kWarp; step *= 2) {
+            const uint32_t other = __shfl_up_sync(kAll, before, step);
+            if (lane >= step) before += other;
+        }
+        const uint32_t total = __shfl_sync(kAll, before, kWarp - 1);
+        uint32_t at = written + before - exceptions;
 #pragma unroll
         for (uint32_t i = 0; i < kLaneElements; ++i) {
-            const uint32_t value = element(row, i), exponent = exponent_of(value);
-            (i < 4 ? low : high) |= sign_and_mantissa(value) << (8 * (i & 3));
-            codes |= code_of(exponent, base) << (4 * i);
-            exceptions += is_exception(exponent, base);
+            if (((i < 4 ? low : high).exceptions >> 8 * (i & 3) & 128) == 0) continue;
+            if (at < capacity) entries[at] = (v * kLaneElements + i) | element(row, i) << 16;
+            ++at;
         }
-        if (mine) {
-            reinterpret_cast<uint2*>(coded)[v] = make_uint2(low, high);
-            reinterpret_cast<uint32_t*>(coded + args.elements)[v] = codes;
-        }
-        if (__any_sync(kAll, exceptions != 0)) {
-            uint32_t before = exceptions;
-#pragma unroll
-            for (uint32_t step = 1; step < kWarp; step *= 2) {
-                const uint32_t other = __shfl_up_sync(kAll, before, step);
-                if (lane >= step) before += other;
-            }
-            const uint32_t total = __shfl_sync(kAll, before, kWarp - 1);
-            uint32_t at = written + before - exceptions;
-#pragma unroll
-            for (uint32_t i = 0; i < kLaneElements; ++i) {
-                const uint32_t value = element(row, i);
-                if (!is_exception(exponent_of(value), base)) continue;
-                if (at < capacity) entries[at] = (v * kLaneElements + i) | value << 16;
-                ++at;
-            }
-            written += total;
-        }
+        written += total;
     }
     return written;
 }
 
 __device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const CodedArgs& args) {
-    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
-    uint32_t base = 0;
-    for (uint32_t v = lane; v < vectors; v += kWarp) {
-        const uint4 row = *in_page(page, v, args);
-#pragma unroll
-        for (uint32_t i = 0; i < kLaneElements; ++i) {
-            const uint32_t exponent = exponent_of(element(row, i));
-            if (exponent != kInfinite) base = max(base, exponent);
-        }
-    }
-    base = __reduce_max_sync(kAll, base);
-
+    const uint32_t lane = threadIdx.x % kWarp;
     uint8_t* const header = coded + args.elements + args.elements / 2;
     auto* const entries = reinterpret_cast<uint32_t*>(header) + 1;
     const uint32_t capacity = code_exceptions(args.elements);
+    uint32_t base = largest_exponent(page, args);
     uint32_t written = encode_over(base, page, coded, args);
     for (uint32_t tried = 1; tried < kBases && written > capacity && base > 0; ++tried) {
         __syncwarp();  // over other lanes' entries
@@ -122,11 +162,6 @@ __device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const 
         if (!fits) args.refused[chunk] = 1;
     }
 }
-
-// Four numbers of a byte each, in the order of the elements; arithmetic on a word does not carry between
-// them.
-constexpr uint32_t kEach = 0x01010101;
-constexpr uint32_t kHighBits = 0x80808080;
 
 // Exponents of four elements from their codes.
 __device__ __forceinline__ uint32_t exponents(uint32_t codes, uint32_t bases) {

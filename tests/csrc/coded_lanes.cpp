@@ -126,6 +126,30 @@ int compare(bool& refused) {
     return wrong + differences("pages", host.pages.data(), device.pages.data(), 2 * host.pages.size());
 }
 
+// What becomes of each element over each base, four at a time; how many of these are not what row_codec.h
+// says.
+int elements() {
+    int wrong = 0;
+    for (uint32_t base = 0; base < kInfinite; ++base)
+        for (uint32_t first = 0; first < 65536; first += 4) {
+            uint32_t values[4];  // an odd factor: each comes once, between others that are unlike it
+            for (uint32_t i = 0; i < 4; ++i) values[i] = (first + i) * 40503 & 0xffff;
+            const Coded found =
+                coded_of(values[0] | values[1] << 16, values[2] | values[3] << 16, base * kEach);
+            Coded right{};
+            for (uint32_t i = 0; i < 4; ++i) {
+                const uint32_t value = values[i], exponent = exponent_of(value);
+                right.bytes |= sign_and_mantissa(value) << 8 * i;
+                right.codes |= code_of(exponent, base) << 8 * i;
+                right.exceptions |= (is_exception(exponent, base) ? 128u : 0u) << 8 * i;
+            }
+            wrong += found.bytes != right.bytes || found.codes != right.codes ||
+                     found.exceptions != right.exceptions;
+        }
+    if (wrong != 0) std::printf("%d groups of four elements differ\n", wrong);
+    return wrong;
+}
+
 // What the kernel does with some layers of a batch.
 void device_expand(const Pages& pages, const Batch& batch) {
     const std::vector<CodeRun> runs = code_runs(pages, batch);
@@ -217,7 +241,7 @@ int compare_in_place() {
 
 int main(int, char** arguments) {
     dice.seed(static_cast<uint32_t>(std::atoi(arguments[1])));
-    int wrong = 0, batches_refused = 0;
+    int wrong = elements(), batches_refused = 0;
     for (int batch = 0; batch < 24; ++batch) {
         bool refused = false;
         wrong += compare(refused);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <barrier>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -84,6 +85,10 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
         result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
 }
+inline uint32_t __vmaxu2(uint32_t one, uint32_t other) {
+    return std::max(one >> 16, other >> 16) << 16 | std::max(one & 0xffff, other & 0xffff);
+}
+inline int __popc(uint32_t value) { return std::popcount(value); }
 template <class T>
 T __ldg(const T* address) {
     return *address;
