@@ -149,7 +149,9 @@ class LayerwiseConnector(PagedConnector):
 
     def _way(self, store: bool) -> TransferWay:
         measured = self.transfer.store_way if store else self.transfer.load_way
-        return TransferWay(Way.STAGED if self.use_gpu else Way.DIRECT, measured.blocks or _BLOCKS)
+        if self.use_gpu:
+            return TransferWay(Way.STAGED, measured.blocks or _BLOCKS)
+        return TransferWay(Way.DIRECT, _BLOCKS)  # held for as long as the link takes
 
 
 _BLOCKS = 4
