@@ -201,16 +201,19 @@ void register_transfer(py::module_& m) {
         "batched_kv_transfer",
         [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,
            const py::object& slot_mapping, bool store, bool token_major, int64_t layer_begin,
-           std::optional<int64_t> layer_end, uint64_t stream, int blocks, uint64_t refused) {
+           std::optional<int64_t> layer_end, uint64_t stream, int blocks, uint64_t refused,
+           int64_t group_layers, std::vector<uint64_t> events) {
             BoundBatch bound = many_chunks(pages, addresses, starts, ends, slot_mapping, store, token_major,
                                            layer_begin, layer_end);
             bound.batch.refused = reinterpret_cast<int32_t*>(refused);
+            bound.batch.group_layers = group_layers;
+            bound.batch.events = std::move(events);
             const py::gil_scoped_release release;
             transfer(pages, bound.batch, stream, blocks);
         },
         "pages"_a, "addresses"_a, "starts"_a, "ends"_a, "slot_mapping"_a, "store"_a, py::kw_only(),
         "token_major"_a = true, "layer_begin"_a = 0, "layer_end"_a = py::none(), "stream"_a = 0,
-        "blocks"_a = 0, "refused"_a = 0);
+        "blocks"_a = 0, "refused"_a = 0, "group_layers"_a = 0, "events"_a = std::vector<uint64_t>{});
     m.def(
         "expand_in_place",
         [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,

@@ -244,6 +244,8 @@ def batched_kv_transfer(
     stream: int = 0,
     blocks: int = 0,
     refused: int = 0,
+    group_layers: int = 0,
+    events: Sequence[int] = (),
 ) -> None:
     """Copies pages to chunks (`store`) or back: one call for many chunks that share a slot mapping.
 
@@ -255,9 +257,13 @@ def batched_kv_transfer(
     A store of coded rows sets, of the int32 [chunks] at the address `refused` (page-locked for CUDA pages),
     those of chunks to 1 in which a row has no code: such a chunk is worth nothing.
 
+    CUDA pages: the layers are copied `group_layers` at a time (0: all at once), and behind each group the
+    next of the `events` (handles of CUDA events, one a group, or none) is recorded.
+
     Raises:
         ValueError: a chunk outside of the mapping or a slot that is neither -1 (skip) nor within the pages;
-            the text names index and value, and nothing was written.
+            the text names index and value, and nothing was written. A group below 0 layers, or another number
+            of events than of groups.
         RuntimeError: CUDA's reason.
     """
 

@@ -349,8 +349,12 @@ class LMCacheEngine:
 
     def order_layers(self) -> None:
         """The same of all layers: nothing of it is written to the pages afterwards."""
-        for layer in range(self.gpu_connector.num_layers):
+        for layer in sorted(self.first_layers()):
             self.order_layer(layer)
+
+    def first_layers(self) -> set[int]:
+        """Those at which `order_layer` does something for the loads that run."""
+        return {layer for copies in self._loads for layer in copies.completion.first_layers}
 
     def drain(self, timeout_s: float) -> bool:
         """Waits for all copies; False if some are not done in time."""
@@ -416,13 +420,12 @@ class LMCacheEngine:
         moved = copies.completion.moved(len(plan.chunks))
         num_bytes = sum(obj.nbytes for obj in plan.objs[:moved])
         seconds = self._clock() - copies.started
-        tokens = 0
-        for chunk in plan.chunks[:moved]:
+        tokens = plan.chunks[moved - 1].end - plan.chunks[0].start if moved else 0
+        for chunk in plan.chunks[:moved] if plan.sources else ():
             lane = plan.sources.get(chunk.key)
-            if lane is None:
-                tokens += chunk.end - chunk.start
-            else:
+            if lane is not None:
                 lane.count.hit_tokens += chunk.end - chunk.start
+                tokens -= chunk.end - chunk.start
         self.storage.cpu.count_read(num_bytes, seconds, tokens)
         self.storage.release(plan.owner)
         there = plan.mask(copies.num_tokens, moved)

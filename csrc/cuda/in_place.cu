@@ -22,7 +22,7 @@ void cuda_expand(const Pages& pages, const Batch& batch, uint64_t stream_handle)
     const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
     const PagedLayout& page = pages.layout;
     const std::vector<CodeRun> runs = code_runs(pages, batch);
-    const int64_t layers = batch.layer_end - batch.layer_begin;
+    const int64_t layers = batch.layers();
     if (runs.empty()) return;
     const size_t units = runs.size() * static_cast<size_t>(layers);
     if (units > INT32_MAX / 2)

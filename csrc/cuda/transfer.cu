@@ -164,15 +164,26 @@ void Launch::done(cudaStream_t stream) { tables_->done(stream); }
 void cuda_transfer(const Pages& pages, const Batch& batch, uint64_t stream_handle, int blocks) {
     const DeviceScope scope(pages.device);
     const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
-    const int64_t layers = batch.layer_end - batch.layer_begin;
-    Launch launch(pages, batch, batch.chunks.size());
-    for (const ChunkRef& chunk : batch.chunks) {
-        const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
-        launch.add({chunk.address, strides.layer, strides.kv, static_cast<uint32_t>(chunk.start),
-                    static_cast<uint32_t>(chunk.end - chunk.start), chunk.number});
-    }
+    const int64_t layers = batch.layers(), group = batch.group();
+    const size_t chunks = batch.chunks.size(), groups = static_cast<size_t>(batch.groups());
+    Launch launch(pages, batch, groups * chunks);
+    for (int64_t first = 0; first < layers; first += group)
+        for (const ChunkRef& chunk : batch.chunks) {
+            const ChunkStrides strides =
+                chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
+            launch.add({chunk.address + static_cast<uint64_t>(first * strides.layer), strides.layer,
+                        strides.kv, static_cast<uint32_t>(chunk.start),
+                        static_cast<uint32_t>(chunk.end - chunk.start), chunk.number});
+        }
     launch.upload(stream);
-    launch.run(0, batch.chunks.size(), batch.layer_begin, layers, blocks, stream);
+    for (size_t i = 0; i < groups; ++i) {
+        const int64_t first = static_cast<int64_t>(i) * group;
+        launch.run(i * chunks, (i + 1) * chunks, batch.layer_begin + first, std::min(group, layers - first),
+                   blocks, stream);
+        if (!batch.events.empty())
+            cuda_check(cudaEventRecord(reinterpret_cast<cudaEvent_t>(batch.events[i]), stream),
+                       "cudaEventRecord");
+    }
     launch.done(stream);
 }
 

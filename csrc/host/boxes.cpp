@@ -29,7 +29,7 @@ std::vector<LayerGroup> equidistant_layers(const Pages& pages, const Batch& batc
         return static_cast<int64_t>(now[0] - before[0]);
     };
     std::vector<LayerGroup> groups;
-    for (int64_t layer = 0; layer < batch.layer_end - batch.layer_begin; ++layer) {
+    for (int64_t layer = 0; layer < batch.layers(); ++layer) {
         const int64_t apart = groups.empty() ? 0 : distance(layer);
         if (apart > 0 && (groups.back().count == 1 || groups.back().distance == apart)) {
             groups.back().distance = apart;
@@ -48,7 +48,7 @@ std::vector<Box> plan_codes(const Pages& pages, const Batch& batch) {
             "the copy engine brings coded rows into pages whose tokens lie side by side, and takes none out; "
             "they need another way");
     const auto planes = static_cast<size_t>(pages.layout.planes);
-    const int64_t layers = batch.layer_end - batch.layer_begin, token_bytes = pages.chunk_token_bytes();
+    const int64_t layers = batch.layers(), token_bytes = pages.chunk_token_bytes();
     const std::vector<CodeRun> runs = code_runs(pages, batch);
     std::vector<Box> boxes;
     boxes.reserve(runs.size() * static_cast<size_t>(layers));
@@ -77,7 +77,7 @@ std::vector<Box> plan_codes(const Pages& pages, const Batch& batch) {
 std::vector<Box> plan_boxes(const Pages& pages, const Batch& batch) {
     if (pages.coded) return plan_codes(pages, batch);
     const PagedLayout& page = pages.layout;
-    const int64_t layers = batch.layer_end - batch.layer_begin;
+    const int64_t layers = batch.layers();
     const bool across_blocks = page.block_stride == page.block_size * page.token_stride;
     const std::vector<LayerGroup> groups = equidistant_layers(pages, batch);
     std::vector<LayerGroup> single;

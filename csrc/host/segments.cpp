@@ -13,7 +13,7 @@ bool any_skipped(const int64_t* slots, int64_t begin, int64_t end) {
 void cut_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, size_t slot_bytes,
                std::vector<Part>& parts) {
     const int64_t token_bytes = pages.chunk_token_bytes();
-    const int64_t tokens = chunk.end - chunk.start, layers = batch.layer_end - batch.layer_begin;
+    const int64_t tokens = chunk.end - chunk.start, layers = batch.layers();
     const int64_t layer_bytes = tokens * token_bytes;
     const auto room = static_cast<int64_t>(slot_bytes);
     if (tokens == 0) return;

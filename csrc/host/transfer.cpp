@@ -19,7 +19,7 @@ struct Loop {
 
 void copy_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, Copy copy) {
     const PagedLayout& page = pages.layout;
-    const int64_t layers = batch.layer_end - batch.layer_begin;
+    const int64_t layers = batch.layers();
     const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, batch.token_major);
     const RunShape shape = run_shape(pages, strides);
     const auto runs = slot_runs(page, batch.slots, chunk.start, chunk.end, shape.blocks_contiguous);
@@ -57,7 +57,7 @@ void copy_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk, C
 // Chunks of coded rows. False where a row has no code.
 bool copy_coded_chunk(const Pages& pages, const Batch& batch, const ChunkRef& chunk) {
     const PagedLayout& page = pages.layout;
-    const int64_t layers = batch.layer_end - batch.layer_begin, elements = pages.row_elements();
+    const int64_t layers = batch.layers(), elements = pages.row_elements();
     const ChunkStrides strides = chunk_strides(pages, layers, chunk.end - chunk.start, true);
     std::vector<uint16_t> row(static_cast<size_t>(elements));
     bool all = true;
@@ -104,6 +104,13 @@ void check(const Pages& pages, const Batch& batch) {
         throw std::invalid_argument("layers " + std::to_string(batch.layer_begin) + " to " +
                                     std::to_string(batch.layer_end) + " are not within the " +
                                     std::to_string(pages.layers()) + " layers of the pages");
+    if (batch.group_layers < 0)
+        throw std::invalid_argument("groups of " + std::to_string(batch.group_layers) +
+                                    " layers; 0 (all at once) and above are accepted");
+    if (!batch.events.empty() && static_cast<int64_t>(batch.events.size()) != batch.groups())
+        throw std::invalid_argument(std::to_string(batch.events.size()) + " events for " +
+                                    std::to_string(batch.groups()) +
+                                    " groups of layers; as many are accepted");
     const int64_t limit = page.num_slots();
     for (size_t c = 0; c < batch.chunks.size(); ++c) {
         const ChunkRef& chunk = batch.chunks[c];
@@ -129,7 +136,7 @@ void host_transfer(const Pages& pages, const Batch& batch) {
     }
     int64_t tokens = 0;
     for (const ChunkRef& chunk : batch.chunks) tokens += chunk.end - chunk.start;
-    const int64_t bytes = tokens * pages.layout.token_bytes() * (batch.layer_end - batch.layer_begin);
+    const int64_t bytes = tokens * pages.layout.token_bytes() * batch.layers();
     const Copy copy = best_copy(static_cast<size_t>(bytes));
     for (const ChunkRef& chunk : batch.chunks) copy_chunk(pages, batch, chunk, copy);
     finish_copies();

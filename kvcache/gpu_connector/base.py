@@ -136,11 +136,15 @@ class PagedConnector(GPUConnectorInterface):
         tokens.
         """
         _check_counts(len(memory_objs), starts, ends)
-        tokens, shape = -1, torch.Size()
+        tokens, shape, fitting = -1, torch.Size(), None
         for obj, start, end in zip(memory_objs, starts, ends, strict=True):
             if end - start != tokens:  # all but the last chunk are of one size, mostly
-                tokens = end - start
+                tokens, fitting = end - start, None
                 shape = fmt.shape(tokens=max(tokens, 0), hidden=self.hidden, layers=self.num_layers)
+            kind = type(obj), obj.num_tokens, obj.kv_shape
+            if kind == fitting:  # as the one before it, and so mostly all
+                continue
+            fitting = kind
             if obj.fmt is not fmt or obj.shape != shape or obj.dtype != self.dtype:
                 raise ValueError(
                     f"a memory object {obj.fmt.name} {list(obj.shape)} of {obj.dtype} for the tokens "

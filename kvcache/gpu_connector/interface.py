@@ -18,6 +18,8 @@ class Completion(abc.ABC):
 
     error: Exception | None = None
     """Why the copies were not made, or not all; None where they were or will be."""
+    first_layers: Sequence[int] = ()
+    """Of a load whose layers are waited for one by one: those at which `order_layer` is to be called."""
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -47,7 +49,8 @@ class Completion(abc.ABC):
 
     def order_layer(self, layer: int) -> None:  # noqa: B027 - as above
         """On a GPU, of a load whose layers are waited for one by one: whatever the current stream is given
-        from now on sees this layer's pages. Others are ordered already, or nobody waits for them.
+        from now on sees the pages of this layer and of those before the next of `first_layers`. Others are
+        ordered already, or nobody waits for them.
         """
 
 
@@ -134,17 +137,17 @@ class LayeredCompletion(EventCompletion):
 
     Args:
         groups: an event after each group, in the order of the layers.
-        group_layers: layers of a group.
+        first_layers: of each group.
     """
 
-    def __init__(self, groups: Sequence[torch.cuda.Event], group_layers: int) -> None:
+    def __init__(self, groups: Sequence[torch.cuda.Event], first_layers: Sequence[int]) -> None:
         super().__init__(groups[-1])
-        self._groups = groups
-        self._group_layers = group_layers
+        self.first_layers = first_layers
+        self._groups = dict(zip(first_layers, groups, strict=True))
 
     def order_layer(self, layer: int) -> None:
-        if layer % self._group_layers == 0:
-            event = self._groups[layer // self._group_layers]
+        event = self._groups.get(layer)
+        if event is not None:
             torch.cuda.current_stream(event.device).wait_event(event)
 
 

@@ -244,12 +244,20 @@ class PageTransfer:
         way = self._possible(way_by_length(size, self.short_load_way, self.load_way), chunks)
         stream.wait_stream(torch.cuda.current_stream(self.pages.device))
         group = min(num_layers, group_layers(chunks.ends - chunks.starts, token_bytes, self._slot_bytes))
+        begins = range(0, num_layers, group)
+        if way.way is Way.DIRECT:
+            # One call, for vLLM's thread waits for it. An event has no handle before it is recorded.
+            events = [stream.record_event() for _ in begins]
+            handles = [event.cuda_event for event in events]
+            options = {"group_layers": group, "events": handles}
+            self._queue(self._loads, chunks, False, way, options)
+            return LayeredCompletion(events, begins)
         events = []
-        for begin in range(0, num_layers, group):
+        for begin in begins:
             layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
             self._queue(self._loads, chunks.from_layer(begin, token_bytes), False, way, layers)
             events.append(stream.record_event())
-        return LayeredCompletion(events, group)
+        return LayeredCompletion(events, begins)
 
     def now(self) -> torch.cuda.Event | None:
         """Whatever the current stream was given so far; None on the CPU, where it has run."""

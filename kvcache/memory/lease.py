@@ -58,6 +58,17 @@ class LeaseBook(Generic[K, E]):
         lease = self._leases.get(owner)
         return None if lease is None else lease.entries.get(key)
 
+    def prefix(self, owner: str, keys: Iterable[K]) -> list[E]:
+        """The entries under these keys, up to the first that the owner's lease does not hold."""
+        lease = self._leases.get(owner)
+        found: list[E] = []
+        if lease is not None:
+            for entry in map(lease.entries.get, keys):
+                if entry is None:
+                    break
+                found.append(entry)
+        return found
+
     def hand_over(self, owner: str, to: str) -> None:
         """The owner's lease, if any, is that of `to`, which had none, from now on. It has no deadline then:
         `to` is at work, and ends it.

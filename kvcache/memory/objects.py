@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache.memory.formats import MemoryFormat
+from kvcache.memory.formats import KVShape, MemoryFormat
 
 if TYPE_CHECKING:
     from kvcache.memory.allocator import ChunkAllocator
@@ -50,6 +50,11 @@ class MemoryObj:
         RuntimeError.
         """
         return self._allocator is not None
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What all chunks of the allocator are made of."""
+        return self._owner().shape
 
     @property
     def shape(self) -> torch.Size:
@@ -133,6 +138,11 @@ class LayerSlice:
         self._whole = whole
         self._index = index
         self.num_tokens = whole.num_tokens
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Of the whole object."""
+        return self._whole.kv_shape
 
     @property
     def shape(self) -> torch.Size:

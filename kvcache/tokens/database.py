@@ -73,9 +73,10 @@ class ChunkedTokenDatabase:
                 f"{len(digests)} bytes of digests for {num_tokens} tokens; {self.chunk_size} of them "
                 f"have {DIGEST_BYTES}"
             )
-        for index, key in enumerate(self.keys(digests)):
-            start = index * self.chunk_size
-            yield Chunk(start, min(start + self.chunk_size, num_tokens), key)
+        make, size = tuple.__new__, self.chunk_size  # as in `keys`
+        starts = range(0, count * size, size)
+        for start, key in zip(starts, self.keys(digests), strict=True):
+            yield make(Chunk, (start, min(start + size, num_tokens), key))
 
     def key(self, digest: bytes) -> CacheEngineKey:
         return CacheEngineKey(digest, self.namespace, self.rank)

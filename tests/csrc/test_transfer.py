@@ -246,6 +246,10 @@ def test_bad_batches_are_refused() -> None:
             _native.batched_kv_transfer(pages, *arguments, True)
     with pytest.raises(ValueError, match="layers 2 to 4 are not within the 3 layers"):
         _native.batched_kv_transfer(pages, address, one, one, slots, True, layer_begin=2, layer_end=4)
+    with pytest.raises(ValueError, match="groups of -1 layers"):
+        _native.batched_kv_transfer(pages, address, one, one, slots, True, group_layers=-1)
+    with pytest.raises(ValueError, match="1 events for 2 groups of layers"):
+        _native.batched_kv_transfer(pages, address, one, one, slots, True, group_layers=2, events=[1])
 
 
 @pytest.mark.parametrize(

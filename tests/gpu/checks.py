@@ -37,7 +37,7 @@ from tests.gpu.coded import (
     check_coded_rows,
     check_coded_transfers,
 )
-from tests.gpu.tools import GPU, LAYERS, addresses, pinned, same_pages
+from tests.gpu.tools import GPU, LAYERS, addresses, in_groups_of_layers, pinned, same_pages
 
 # (blocks, block size, heads, head size, tokens): vectors of 16 bytes down to 1.
 SHAPES = (
@@ -439,7 +439,7 @@ def check_stream_order(small: bool = False) -> None:
         _delay(slow)
         seen = [tensor.double().sum() for tensor in tensors]
         transfer.load_way = way
-        load = transfer.load_by_layer(chunks)
+        load = in_groups_of_layers(transfer, chunks) if turn % 2 else transfer.load_by_layer(chunks)
         after = []
         for layer, tensor in enumerate(tensors):
             load.order_layer(layer)

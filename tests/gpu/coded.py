@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from kvcache import _native
+from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.layout import LayerSpec
 from kvcache.gpu_connector.paged import VLLMPagedMemGPUConnectorV2
 from kvcache.gpu_connector.transfer import Chunks, PageTransfer, TransferWay, Way
 from tests.csrc import coded
 from tests.csrc.layouts import PLAIN_LAYOUTS, random_slots
-from tests.gpu.tools import GPU, LAYERS, addresses, pinned, same_pages
+from tests.gpu.tools import GPU, LAYERS, addresses, in_groups_of_layers, pinned, same_pages
 
 
 def check_coded_rows(small: bool = False) -> None:
@@ -138,11 +139,13 @@ def check_coded_transfers(small: bool = False) -> None:
         transfer.quiet_load_way = TransferWay(Way.STRIDED_DMA) if way.way is Way.DIRECT else way
 
         held = torch.from_numpy(slots).to(GPU)
-        for name, load in {
+        loads: dict[str, Callable[[Chunks], Completion]] = {
             "in bulk": transfer.load,
             "by layer": transfer.load_by_layer,
+            "by groups of layers": partial(in_groups_of_layers, transfer),
             "beside": transfer.feed,
-        }.items():
+        }
+        for name, load in loads.items():
             kv.storage.fill_(0x5A)
             loading = load(chunks[2])
             for layer in range(9):

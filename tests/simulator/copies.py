@@ -48,27 +48,29 @@ class Copy(Completion):
 
 
 class LayeredCopy(Completion):
-    """Copies of one load, a layer each, in the order of the layers.
+    """Copies of one load, a group of layers each, in the order of the layers.
 
     Args:
-        layers: in order.
+        groups: by their first layer, in order.
         before_next_kernel: makes the model's next kernel wait for a copy.
     """
 
-    def __init__(self, layers: Sequence[Copy], before_next_kernel: Callable[[Copy], None]) -> None:
-        self._layers = layers
+    def __init__(self, groups: dict[int, Copy], before_next_kernel: Callable[[Copy], None]) -> None:
+        self.first_layers = list(groups)
+        self._groups = groups
         self._before_next_kernel = before_next_kernel
 
     def done(self) -> bool:
-        left = [copy for copy in self._layers if not copy.done()]
+        left = [copy for copy in self._groups.values() if not copy.done()]
         return not left
 
     def order_current_stream(self) -> None:
-        for copy in self._layers:
+        for copy in self._groups.values():
             copy.order_current_stream()
 
     def order_layer(self, layer: int) -> None:
-        self._before_next_kernel(self._layers[layer])
+        if layer in self._groups:
+            self._before_next_kernel(self._groups[layer])
 
 
 @dataclass
@@ -102,9 +104,12 @@ class Streams:
             for layer in carry_out:
                 layer()
             return Completed()
-        copies: list[Copy] = []
-        for layer in carry_out:
-            copies.append(Copy(partial(_after, copies[:], layer), self.dice.choice((0, 0, 1, 2, 5, 15))))
+        group = self.dice.randint(1, len(carry_out))
+        copies: dict[int, Copy] = {}
+        for first in range(0, len(carry_out), group):
+            layers = partial(_in_turn, carry_out[first : first + group])
+            before = list(copies.values())
+            copies[first] = Copy(partial(_after, before, layers), self.dice.choice((0, 0, 1, 2, 5, 15)))
         return LayeredCopy(copies, self._before_next_kernel.append)
 
     def queue(self, carry_out: Callable[[], None], *, ordered: bool) -> Completion:
@@ -201,6 +206,11 @@ def _after(before: Sequence[Copy], carry_out: Callable[[], None]) -> None:
     for copy in before:
         copy.order_current_stream()
     carry_out()
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _done(completion: Completion) -> None:

@@ -87,6 +87,8 @@ class WorkerSide:
         self._before_step: torch.cuda.Event | None = None
         self._joining: list[tuple[int, Completion]] = []
         """Loads beside the model that were reported in a step and are in the pages behind these copies."""
+        self._first_layers: set[int] = set()
+        """Those before which the model's stream must be told to wait for these loads."""
         self._layer_stores = LayerwiseStores(len(layers), caught) if stores_by_layer else None
         self._storing = False
 
@@ -150,13 +152,14 @@ class WorkerSide:
             if request.load_spec is not None and request.load_spec.can_load:
                 owner = lease_owner(session, request.load_spec.lookup_id)
                 self._load(request, request.load_spec, owner)
+        if self._followed:
+            self._first_layers = self.engine.first_layers()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The layer's pages are filled before whatever the model's stream is given next."""
-        layer = self._hooks.index(layer_name)
-        if self._followed and layer is not None:
+        layer = self._hooks.called(layer_name)
+        if layer in self._first_layers:
             self.engine.order_layer(layer)
-        self._hooks.called(layer_name)
 
     def save_kv_layer(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
         """Layerwise: starts to store the layer. The first layer's hook opens the step's stores."""
@@ -275,10 +278,12 @@ class WorkerSide:
         whole_pages = self.engine.gpu_connector.path == "host"
         end = -(-last // self._block_size) * self._block_size if whole_pages else last
         slots[:first] = slots[end:] = -1
-        wanted = np.ones(len(slots), dtype=np.bool_)
-        wanted[: first // self.engine.database.chunk_size * self.engine.database.chunk_size] = False
+        there = first // self.engine.database.chunk_size * self.engine.database.chunk_size
+        wanted = np.ones(len(slots), dtype=np.bool_) if there else None
+        if wanted is not None:
+            wanted[:there] = False
         return {
-            "mask": torch.from_numpy(wanted),
+            "mask": None if wanted is None else torch.from_numpy(wanted),
             "slot_mapping": torch.from_numpy(slots),
             "digests": request.digests,
             "lookup_id": owner,
@@ -301,6 +306,7 @@ class WorkerSide:
     def _end_followed(self, *, complete: bool) -> None:
         """Of a forward that did not wait for every layer nobody knows what it read: its loads have failed."""
         followed, self._followed = self._followed, []
+        self._first_layers = set()
         if followed and not complete:
             # They still write the pages, which are given to others now.
             self.engine.order_layers()
@@ -318,8 +324,8 @@ class WorkerSide:
         first, last = _bounds(request, spec)
         loaded = first
         if there is not None:
-            missing = (~there[first:last]).nonzero()
-            loaded = last if not len(missing) else first + int(missing[0])
+            wanted = there.numpy()[first:last]
+            loaded = last if wanted.all() else first + int(wanted.argmin())
         if loaded < last:
             self.record_failed_blocks(request, last - loaded, loaded)
         else:

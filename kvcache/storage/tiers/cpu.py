@@ -238,14 +238,8 @@ class CpuTier:
 
     def leased(self, keys: Sequence[CacheEngineKey], owner: str) -> list[MemoryObj]:
         """The chunks of the owner's lease, from the first key on up to the first that it does not hold."""
-        objs: list[MemoryObj] = []
         with self._lock:
-            for key in keys:
-                entry = self._leases.get(owner, key)
-                if entry is None:
-                    break
-                objs.append(entry.obj)
-        return objs
+            return [entry.obj for entry in self._leases.prefix(owner, keys)]
 
     def hand_over(self, owner: str, to: str) -> None:
         """The owner's lease is `to`'s from now on: nobody else who names the owner ends it. What the owner
