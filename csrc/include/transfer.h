@@ -3,6 +3,7 @@
 // written.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 
 #include "layout.h"
@@ -26,7 +27,7 @@ struct Batch {
     std::vector<uint64_t> events = {};
 
     int64_t layers() const { return layer_end - layer_begin; }
-    int64_t group() const { return group_layers == 0 ? layers() : group_layers; }
+    int64_t group() const { return group_layers == 0 ? layers() : std::min(group_layers, layers()); }
     int64_t groups() const { return (layers() + group() - 1) / group(); }
 };
 

@@ -250,6 +250,10 @@ def test_bad_batches_are_refused() -> None:
         _native.batched_kv_transfer(pages, address, one, one, slots, True, group_layers=-1)
     with pytest.raises(ValueError, match="1 events for 2 groups of layers"):
         _native.batched_kv_transfer(pages, address, one, one, slots, True, group_layers=2, events=[1])
+    with pytest.raises(ValueError, match="2 events for 1 groups of layers"):
+        _native.batched_kv_transfer(
+            pages, address, one, one, slots, True, group_layers=2**63 - 1, events=[1, 1]
+        )
 
 
 @pytest.mark.parametrize(
