@@ -196,7 +196,7 @@ void register_transfer(py::module_& m) {
         .def_property_readonly("num_layers", &Pages::layers);
 
     m.def("coded_row_bytes", &coded_row_bytes, "elements"_a);
-    m.def("code_exceptions", &code_exceptions, "elements"_a);
+    m.def("code_escapes", &code_escapes, "elements"_a);
     m.def(
         "batched_kv_transfer",
         [](const Pages& pages, const py::object& addresses, const py::object& starts, const py::object& ends,

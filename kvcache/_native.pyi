@@ -227,8 +227,8 @@ class Pages:
 def coded_row_bytes(elements: int) -> int:
     """Of a coded row of so many elements, a multiple of 32."""
 
-def code_exceptions(elements: int) -> int:
-    """Elements of a coded row of so many that may be kept as they are."""
+def code_escapes(elements: int) -> int:
+    """Elements of a coded row of so many whose exponents have no code of three bits."""
 
 def batched_kv_transfer(
     pages: Pages,

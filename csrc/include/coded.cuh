@@ -42,17 +42,6 @@ __device__ __forceinline__ uint4* in_page(char* page, uint32_t v, const CodedArg
                                     int64_t{first - head * args.head_elements.divisor} * 2);
 }
 
-// Elements 2 i and 2 i + 1 are the halves of word i.
-__device__ __forceinline__ uint32_t element(const uint4& vector, uint32_t i) {
-    const uint32_t word = i < 4 ? (i < 2 ? vector.x : vector.y) : (i < 6 ? vector.z : vector.w);
-    return word >> (16 * (i & 1)) & 0xffff;
-}
-
-// Four numbers of a byte each, in the order of the elements; arithmetic on a word does not carry between
-// them.
-constexpr uint32_t kEach = 0x01010101;
-constexpr uint32_t kHighBits = 0x80808080;
-
 // The largest exponent below kInfinite of a row's words, of two elements each, is found as the largest number
 // of 16 bits: the exponent and 1, which makes 0 of kInfinite, at the exponent's place.
 __device__ __forceinline__ uint32_t next_exponents(uint32_t word) {
@@ -81,160 +70,238 @@ __device__ inline uint32_t largest_exponent(char* page, const CodedArgs& args) {
     return next == 0 ? 0 : next - 1;
 }
 
+// Of a row a lane codes two vectors that follow each other, whose codes share words.
+constexpr uint32_t kCodedTogether = 2 * kLaneElements;
+// Of a warp over 32 times so many, the loads of which are under way at once.
+constexpr uint32_t kPasses = 2;
+
 struct Coded {
-    uint32_t bytes;       // signs and mantissas
-    uint32_t codes;       // one a byte
-    uint32_t exceptions;  // the high bit of each byte
+    uint32_t bytes;      // signs and mantissas
+    uint32_t codes;      // one a byte
+    uint32_t exponents;  // likewise
 };
 
-// Four elements, of two words, over the base that is in each byte of `bases`.
+// Four elements, of two words, over the base that is in each byte of `bases`. Arithmetic on a word does not
+// carry between its bytes.
 __device__ __forceinline__ Coded coded_of(uint32_t one, uint32_t two, uint32_t bases) {
     const uint32_t lower = __byte_perm(one, two, 0x6420), upper = __byte_perm(one, two, 0x7531);
     const uint32_t exponents = (upper << 1 & ~kEach) | (lower >> 7 & kEach);
-    const uint32_t low_bits = exponents & ~kHighBits;
-    const uint32_t differences = ((bases | kHighBits) - low_bits) ^ ((bases ^ ~exponents) & kHighBits);
-    const uint32_t above = (~bases & exponents) | ((~bases | exponents) & differences);  // than the base
-    const uint32_t far = (differences & ~kHighBits) + (128 - kZeroCode) * kEach;         // or in 15 and more
-    const uint32_t outside = (above | far | differences) & kHighBits;
-    const uint32_t nonzero = (low_bits + ~kHighBits) | exponents;
-    const uint32_t without = (outside | ~nonzero) & kHighBits;  // code
+    const uint32_t below =
+        ((bases | kHighBits) - (exponents & ~kHighBits)) ^ ((bases ^ ~exponents) & kHighBits);
+    const uint32_t far = ((below & ~kHighBits) + (128 - kEscape) * kEach) | below;  // its high bits
     return {(upper & kHighBits) | (lower & ~kHighBits),
-            (differences & 15 * kEach) | without / 128 * kZeroCode, outside & nonzero};
+            (below | (far & kHighBits) / 128 * kEscape) & kEscape * kEach, exponents};
 }
 
-// Eight codes as halves of four bytes.
-__device__ __forceinline__ uint32_t packed(uint32_t low, uint32_t high) {
-    return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
+// How many of a number lie in the lanes before this one, and in all.
+struct Before {
+    uint32_t mine, all;
+};
+__device__ __forceinline__ Before before_lane(uint32_t number) {
+    const uint32_t lane = threadIdx.x % kWarp;
+    uint32_t sum = number;
+#pragma unroll
+    for (uint32_t step = 1; step < kWarp; step *= 2) {
+        const uint32_t other = __shfl_up_sync(kAll, sum, step);
+        if (lane >= step) sum += other;
+    }
+    return {sum - number, __shfl_sync(kAll, sum, kWarp - 1)};
 }
 
-// Codes of a row over `base`; its exceptions, of which as many as there is room for are written.
+// Codes of a row over `base`, and its tail as far as there is room; how many elements escape.
 __device__ inline uint32_t encode_over(uint32_t base, char* page, uint8_t* coded, const CodedArgs& args) {
-    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
-    auto* const entries = reinterpret_cast<uint32_t*>(coded + args.elements + args.elements / 2) + 1;
-    const uint32_t capacity = code_exceptions(args.elements), bases = base * kEach;
-    uint32_t written = 0;  // exceptions of all lanes so far
+    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kCodedTogether;
+    auto* const lower = reinterpret_cast<uint32_t*>(coded + args.elements);
+    auto* const third = reinterpret_cast<uint16_t*>(coded + third_bits_offset(args.elements));
+    uint8_t* const tail = coded + code_tail_offset(args.elements);
+    const auto words = static_cast<uint32_t>(code_tail_bytes(args.elements) / 4);
+    const uint32_t room = code_escapes(args.elements), bases = base * kEach;
+    for (uint32_t i = lane; i < words; i += kWarp) reinterpret_cast<uint32_t*>(tail)[i] = i == 0 ? base : 0;
+    __syncwarp();
+    uint32_t written = 0;  // of all lanes so far
     for (uint32_t first = 0; first < vectors; first += kWarp) {
         const uint32_t v = first + lane;
-        uint4 row = make_uint4(0, 0, 0, 0);
-        if (v < vectors) row = *in_page(page, v, args);
-        const Coded low = coded_of(row.x, row.y, bases), high = coded_of(row.z, row.w, bases);
+        uint32_t exponents[4], escapes = 0;
         if (v < vectors) {
-            reinterpret_cast<uint2*>(coded)[v] = make_uint2(low.bytes, high.bytes);
-            reinterpret_cast<uint32_t*>(coded + args.elements)[v] = packed(low.codes, high.codes);
-        }
-        if (!__any_sync(kAll, (low.exceptions | high.exceptions) != 0)) continue;
-        const uint32_t exceptions = __popc(low.exceptions) + __popc(high.exceptions);
-        uint32_t before = exceptions;
+            uint32_t bytes[4], codes[4], low = 0, high = 0;
 #pragma unroll
-        for (uint32_t step = 1; step < kWarp; step *= 2) {
-            const uint32_t other = __shfl_up_sync(kAll, before, step);
-            if (lane >= step) before += other;
-        }
-        const uint32_t total = __shfl_sync(kAll, before, kWarp - 1);
-        uint32_t at = written + before - exceptions;
+            for (uint32_t half = 0; half < 2; ++half) {
+                const uint4 row = *in_page(page, 2 * v + half, args);
+                const Coded one = coded_of(row.x, row.y, bases), two = coded_of(row.z, row.w, bases);
+                bytes[2 * half] = one.bytes;
+                bytes[2 * half + 1] = two.bytes;
+                codes[2 * half] = one.codes;
+                codes[2 * half + 1] = two.codes;
+                exponents[2 * half] = one.exponents;
+                exponents[2 * half + 1] = two.exponents;
+            }
 #pragma unroll
-        for (uint32_t i = 0; i < kLaneElements; ++i) {
-            if (((i < 4 ? low : high).exceptions >> 8 * (i & 3) & 128) == 0) continue;
-            if (at < capacity) entries[at] = (v * kLaneElements + i) | element(row, i) << 16;
-            ++at;
+            for (uint32_t j = 0; j < 4; ++j) {
+                low |= lower_bits(codes[j], j);
+                high |= third_bits(codes[j], j);
+            }
+            reinterpret_cast<uint4*>(coded)[v] = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
+            lower[v] = low;
+            third[v] = static_cast<uint16_t>(together(high));
+            escapes = escapes_of(low, high);
         }
-        written += total;
+        const Before before = before_lane(__popc(escapes));
+        uint32_t at = written + before.mine;
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j)
+            for (uint32_t found = escapes >> 2 * j & kEach; found != 0; found &= found - 1, ++at)
+                if (at < room) tail[1 + at] = static_cast<uint8_t>(exponents[j] >> (__ffs(found) - 1));
+        written += before.all;
     }
     return written;
 }
 
 __device__ inline void encode(char* page, uint8_t* coded, uint32_t chunk, const CodedArgs& args) {
-    const uint32_t lane = threadIdx.x % kWarp;
-    uint8_t* const header = coded + args.elements + args.elements / 2;
-    auto* const entries = reinterpret_cast<uint32_t*>(header) + 1;
-    const uint32_t capacity = code_exceptions(args.elements);
+    const uint32_t lane = threadIdx.x % kWarp, room = code_escapes(args.elements);
     uint32_t base = largest_exponent(page, args);
-    uint32_t written = encode_over(base, page, coded, args);
-    for (uint32_t tried = 1; tried < kBases && written > capacity && base > 0; ++tried) {
-        __syncwarp();  // over other lanes' entries
-        written = encode_over(--base, page, coded, args);
+    uint32_t escapes = encode_over(base, page, coded, args);
+    for (uint32_t tried = 1; tried < kBases && escapes > room && base > 0; ++tried) {
+        __syncwarp();  // over other lanes' bytes
+        escapes = encode_over(--base, page, coded, args);
     }
-    const bool fits = written <= capacity;
-    __syncwarp();  // zeros behind other lanes' entries
-    for (uint32_t i = lane + (fits ? written : 0); i < capacity; i += kWarp) entries[i] = 0;
-    if (lane == 0) {
-        *reinterpret_cast<uint32_t*>(header) = fits ? base | written << 16 : 0;
-        if (!fits) args.refused[chunk] = 1;
+    if (escapes > room && lane == 0) args.refused[chunk] = 1;
+}
+
+// Four elements, two words.
+__device__ __forceinline__ uint2 elements_of(uint32_t bytes, uint32_t exponents) {
+    const uint32_t lower = (bytes & ~kHighBits) | (exponents << 7 & kHighBits);
+    const uint32_t upper = (bytes & kHighBits) | (exponents >> 1 & ~kHighBits);
+    return make_uint2(__byte_perm(lower, upper, 0x5140), __byte_perm(lower, upper, 0x7362));
+}
+
+// Codes that are read once, from memory that others need the cache for and that may be the host's: of a tail
+// no more than a row needs, and that at once.
+class Streamed {
+  public:
+    // `near` is the warp's own shared memory, of kNearBytes.
+    __device__ __forceinline__ Streamed(const uint8_t* tail, uint32_t tail_bytes, uint8_t* near)
+        : tail_(tail), near_(near), tail_bytes_(tail_bytes), held_(min(kFirstBytes, tail_bytes)) {
+        const uint32_t lane = threadIdx.x % kWarp;
+        if (lane * 4 < held_) word_ = __ldcs(reinterpret_cast<const uint32_t*>(tail) + lane);
     }
-}
-
-// Exponents of four elements from their codes.
-__device__ __forceinline__ uint32_t exponents(uint32_t codes, uint32_t bases) {
-    const uint32_t zeros = (codes * 8 + 8 * kEach & kHighBits) / 128 * 255;  // 255 where a code is kZeroCode
-    const uint32_t differences = ((bases | kHighBits) - codes) ^ (~bases & kHighBits);
-    return differences & ~zeros;
-}
-
-// Eight elements of a row whose base is in each byte of `bases`.
-__device__ __forceinline__ uint4 elements_of(const uint2& bytes, uint32_t codes, uint32_t bases) {
-    const uint32_t even = exponents(codes & 15 * kEach, bases),
-                   odd = exponents(codes >> 4 & 15 * kEach, bases);
-    const uint32_t first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
-    const auto lower = [](uint32_t byte, uint32_t exponent) {
-        return (byte & ~kHighBits) | (exponent << 7 & kHighBits);
-    };
-    const auto upper = [](uint32_t byte, uint32_t exponent) {
-        return (byte & kHighBits) | (exponent >> 1 & ~kHighBits);
-    };
-    const uint32_t low[2] = {lower(bytes.x, first), lower(bytes.y, second)};
-    const uint32_t high[2] = {upper(bytes.x, first), upper(bytes.y, second)};
-    return make_uint4(__byte_perm(low[0], high[0], 0x5140), __byte_perm(low[0], high[0], 0x7362),
-                      __byte_perm(low[1], high[1], 0x5140), __byte_perm(low[1], high[1], 0x7362));
-}
-
-// Codes are read once: from memory that others need the cache for, or from a multiprocessor's own.
-struct Streamed {
     template <class T>
-    __device__ __forceinline__ T operator()(const T* address) const {
+    __device__ __forceinline__ static T load(const T* address) {
         return __ldcs(address);
     }
-};
-struct Shared {
-    template <class T>
-    __device__ __forceinline__ T operator()(const T* address) const {
-        return *address;
+    // Where the warp waits for the first bytes.
+    __device__ __forceinline__ void open() {
+        const uint32_t lane = threadIdx.x % kWarp;
+        __syncwarp();  // the row before has been read
+        if (lane * 4 < held_) reinterpret_cast<uint32_t*>(near_)[lane] = word_;
+        __syncwarp();
     }
+    // The warp will ask for bytes below `end`.
+    __device__ __forceinline__ void reach(uint32_t end) {
+        const uint32_t most = min(kNearBytes, tail_bytes_);
+        if (end <= held_ || held_ >= most) return;
+        const uint32_t first = held_ / 4 + threadIdx.x % kWarp;
+        held_ = min((end + kFirstBytes - 1) / kFirstBytes * kFirstBytes, most);
+        for (uint32_t i = first; i < held_ / 4; i += kWarp)
+            reinterpret_cast<uint32_t*>(near_)[i] = __ldcs(reinterpret_cast<const uint32_t*>(tail_) + i);
+        __syncwarp();
+    }
+    __device__ __forceinline__ uint32_t byte(uint32_t at) const {
+        return at < held_ ? near_[at] : __ldcs(tail_ + min(at, tail_bytes_ - 1));
+    }
+    static constexpr uint32_t kNearBytes = 256;  // all of a row of 1,024 elements
+
+  private:
+    // The least that is read from host memory at once. Of 1,024 normal numbers 27 escape.
+    static constexpr uint32_t kFirstBytes = 32;
+    const uint8_t* tail_;
+    uint8_t* near_;
+    uint32_t tail_bytes_, held_, word_ = 0;
 };
 
-template <class Load>
-__device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs& args, Load load) {
-    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kLaneElements;
-    const auto* const header = reinterpret_cast<const uint32_t*>(coded + args.elements + args.elements / 2);
-    const uint32_t bases = (*header & 255) * kEach;
-    const uint32_t exceptions = min(*header >> 16, code_exceptions(args.elements));
-    for (uint32_t first = lane; first < vectors; first += kWarp * kInFlight) {
-        uint2 bytes[kInFlight];
-        uint32_t codes[kInFlight];
-#pragma unroll
-        for (uint32_t i = 0; i < kInFlight; ++i) {
-            const uint32_t v = first + i * kWarp;
-            if (v >= vectors) continue;
-            bytes[i] = load(reinterpret_cast<const uint2*>(coded) + v);
-            codes[i] = load(reinterpret_cast<const uint32_t*>(coded + args.elements) + v);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kInFlight; ++i) {
-            const uint32_t v = first + i * kWarp;
-            if (v < vectors) __stcs(in_page(page, v, args), elements_of(bytes[i], codes[i], bases));
-        }
+// Codes in a multiprocessor's own memory.
+class Shared {
+  public:
+    __device__ __forceinline__ Shared(const uint8_t* tail, uint32_t tail_bytes)
+        : tail_(tail), tail_bytes_(tail_bytes) {}
+    template <class T>
+    __device__ __forceinline__ static T load(const T* address) {
+        return *address;
     }
-    if (exceptions == 0) return;
-    __syncwarp();  // over other lanes' vectors
-    for (uint32_t e = lane; e < exceptions; e += kWarp) {
-        const uint32_t entry = header[1 + e], index = entry & 0xffff;
-        if (index >= args.elements) continue;
-        auto* const vector = reinterpret_cast<uint16_t*>(in_page(page, index / kLaneElements, args));
-        vector[index % kLaneElements] = static_cast<uint16_t>(entry >> 16);
+    __device__ __forceinline__ void open() {}
+    __device__ __forceinline__ void reach(uint32_t) {}
+    __device__ __forceinline__ uint32_t byte(uint32_t at) const { return tail_[min(at, tail_bytes_ - 1)]; }
+
+  private:
+    const uint8_t* tail_;
+    uint32_t tail_bytes_;
+};
+
+// `codes` was made of the row's tail just now.
+template <class Codes>
+__device__ inline void decode(const uint8_t* coded, char* page, const CodedArgs& args, Codes codes) {
+    const uint32_t lane = threadIdx.x % kWarp, vectors = args.elements / kCodedTogether;
+    const auto* const all_lower = reinterpret_cast<const uint32_t*>(coded + args.elements);
+    const auto* const pairs = reinterpret_cast<const uint32_t*>(coded + third_bits_offset(args.elements));
+    uint32_t bases = 0, behind = 1;  // of the tail's bytes those that were used
+    for (uint32_t first = 0; first < vectors; first += kWarp * kPasses) {
+        uint4 bytes[kPasses];
+        uint32_t lower[kPasses], third[kPasses];
+#pragma unroll
+        for (uint32_t i = 0; i < kPasses; ++i) {
+            const uint32_t v = first + i * kWarp + lane;
+            lower[i] = 0;
+            if (v >= vectors) continue;
+            bytes[i] = Codes::load(reinterpret_cast<const uint4*>(coded) + v);
+            lower[i] = Codes::load(all_lower + v);
+        }
+        // The third bits of both passes in one request, of two vectors each.
+        const uint32_t pair = first / 2 + lane;
+        const uint32_t thirds = 2 * pair < vectors ? Codes::load(pairs + pair) : 0;
+        if (first == 0) {
+            codes.open();
+            bases = codes.byte(0) * kEach;
+        }
+        uint32_t escapes[kPasses], counts = 0;  // of each pass in 16 bits: at most 512
+#pragma unroll
+        for (uint32_t i = 0; i < kPasses; ++i) {
+            const uint32_t two = __shfl_sync(kAll, thirds, i * kWarp / 2 + lane / 2);
+            third[i] = apart(two >> 16 * (lane & 1) & 0xffff);
+            escapes[i] = escapes_of(lower[i], third[i]);
+            counts |= __popc(escapes[i]) << 16 * i;
+        }
+        const Before before = before_lane(counts);
+        const uint32_t used = (before.all & 0xffff) + (before.all >> 16);
+        codes.reach(behind + used);
+#pragma unroll
+        for (uint32_t i = 0; i < kPasses; ++i) {
+            const uint32_t v = first + i * kWarp + lane;
+            if (v >= vectors) continue;
+            uint32_t at =
+                behind + (i == 0 ? before.mine & 0xffff : (before.all & 0xffff) + (before.mine >> 16));
+            const uint32_t four[4] = {bytes[i].x, bytes[i].y, bytes[i].z, bytes[i].w};
+            uint2 words[4];
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+                uint32_t exponents = exponents_of(codes_at(lower[i], third[i], j), bases);
+                for (uint32_t found = escapes[i] >> 2 * j & kEach; found != 0; found &= found - 1, ++at) {
+                    const uint32_t shift = __ffs(found) - 1;
+                    exponents = (exponents & ~(255u << shift)) | codes.byte(at) << shift;
+                }
+                words[j] = elements_of(four[j], exponents);
+            }
+            __stcs(in_page(page, 2 * v, args), make_uint4(words[0].x, words[0].y, words[1].x, words[1].y));
+            __stcs(in_page(page, 2 * v + 1, args),
+                   make_uint4(words[2].x, words[2].y, words[3].x, words[3].y));
+        }
+        behind += used;
     }
 }
 
 template <bool kStore>
 __global__ void __launch_bounds__(kThreads) coded_kernel(const CodedArgs args) {
+    __shared__ uint4 shared[kThreads / kWarp * Streamed::kNearBytes / sizeof(uint4)];
+    auto* const near = reinterpret_cast<uint8_t*>(shared) + threadIdx.x / kWarp * Streamed::kNearBytes;
+    const auto tail_bytes = static_cast<uint32_t>(code_tail_bytes(args.elements));
     const TransferArgs& copy = args.copy;
     const uint32_t rows = copy.num_pieces * copy.layers * args.longest.divisor * copy.planes;
     const uint32_t warps = gridDim.x * (kThreads / kWarp);
@@ -256,7 +323,7 @@ __global__ void __launch_bounds__(kThreads) coded_kernel(const CodedArgs args) {
         if (kStore)
             encode(page, coded, piece.chunk, args);
         else
-            decode(coded, page, args, Streamed{});
+            decode(coded, page, args, Streamed(coded + code_tail_offset(args.elements), tail_bytes, near));
     }
 }
 

@@ -23,6 +23,8 @@ __global__ void __launch_bounds__(kExpandThreads) expand_kernel(const ExpandArgs
     __shared__ uint4 window[kWindowBytes / sizeof(uint4)];
     const TransferArgs& copy = args.rows.copy;
     const uint32_t warp = threadIdx.x / kWarp;
+    const int64_t tail_at = code_tail_offset(args.rows.elements);
+    const auto tail_bytes = static_cast<uint32_t>(code_tail_bytes(args.rows.elements));
     for (uint32_t unit = blockIdx.x; unit < args.units; unit += gridDim.x) {
         const uint32_t layer = args.num_runs.quotient(unit);
         const CodeRun run = args.runs[unit - layer * args.num_runs.divisor];
@@ -48,9 +50,9 @@ __global__ void __launch_bounds__(kExpandThreads) expand_kernel(const ExpandArgs
                 const uint32_t plane = row & (copy.planes - 1), token = row >> (copy.planes - 1);
                 char* const page = reinterpret_cast<char*>(bases[plane]) + run.page_offset +
                                    int64_t{first + token} * copy.token_stride;
-                decode(reinterpret_cast<const uint8_t*>(window) + token * args.token_codes +
-                           plane * args.row_codes,
-                       page, args.rows, Shared{});
+                const uint8_t* const coded = reinterpret_cast<const uint8_t*>(window) +
+                                             token * args.token_codes + plane * args.row_codes;
+                decode(coded, page, args.rows, Shared(coded + tail_at, tail_bytes));
             }
         }
     }

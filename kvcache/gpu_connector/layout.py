@@ -22,7 +22,7 @@ from kvcache._native import (
     Pages,
     StagingRing,
     batched_kv_transfer,
-    code_exceptions,
+    code_escapes,
     coded_row_bytes,
     expand_in_place,
 )
@@ -228,11 +228,11 @@ def verify_code(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] | N
     slots = np.concatenate([np.arange(b * layout.block_size, (b + 1) * layout.block_size) for b in chosen])
     slots = slots.astype(np.int64)
     numbers = torch.randn((len(slots), spec.planes, spec.hidden)).clamp_(min=-4, max=4).to(torch.bfloat16)
-    numbers[numbers.abs() < 1e-3] = 1.0
-    numbers[::2, :, 1] = 0.0
-    exceptions = code_exceptions(spec.hidden)
-    numbers[::3, :, -exceptions::2] = 1e-30
-    numbers[::3, :, 1 - exceptions :: 2] = torch.inf
+    room = code_escapes(spec.hidden)
+    full = numbers[::3]  # of these as many escape as may
+    full[full.abs() < 0.1] = 1.0
+    for at, escaping in enumerate((1e-30, torch.inf, 0.0)):
+        full[:, :, at - room :: 3] = escaping
     numbers[1::3, :, 2] = 2.0**13  # its exponent is no base of the row
     pattern = numbers.view(torch.uint8).reshape(saved.shape)
     expected = _coded(numbers)
@@ -246,7 +246,7 @@ def verify_code(tensor: torch.Tensor, spec: LayerSpec, blocks: Sequence[int] | N
             view[chosen] = torch.full_like(saved, 0x5A)
             load(pages, chunk, slots, False)
             good = good and torch.equal(view[chosen].cpu(), pattern)
-        numbers[-1, -1, -exceptions - 1 :] = 1e-30
+        numbers[-1, -1, -room - 1 :] = 1e-30
         view[chosen] = pattern.to(tensor.device)
         _copy(pages, chunk, slots, True, refused)
         if not good or int(refused[0]) != 1:

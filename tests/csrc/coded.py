@@ -19,48 +19,42 @@ Row = npt.NDArray[np.uint16]
 
 
 def capacity(elements: int) -> int:
-    """Exceptions that a row of so many elements has room for."""
-    return -(-elements // 128) * 4 - 1
+    """Elements of a row of so many that may escape."""
+    return min(elements, elements // 8 + -(-elements // 128) * 16 - 1)
 
 
 def encode(row: Row) -> bytes | None:
     """The code of bfloat16 elements given as their bits; None where there is none."""
     exponents = (row >> 7).astype(int) & 255
     largest = max((int(e) for e in exponents if e < 255), default=0)
-    zero = exponents == 0
     for base in range(largest, max(-1, largest - 16), -1):
-        distance = base - exponents
-        exception = ~zero & ((distance < 0) | (distance > 14))
-        if exception.sum() <= capacity(len(row)):
+        codes = np.minimum((base - exponents) % 256, 7)
+        if (codes == 7).sum() <= capacity(len(row)):
             break
     else:
         return None
     small = ((row >> 8).astype(int) & 128) | (row & 127)
-    codes = np.where(zero | exception, 15, distance)
-    halves = codes[0::2] + 16 * codes[1::2]
-    found = np.flatnonzero(exception)
-    entries = b"".join(int(i).to_bytes(2, "little") + int(row[i]).to_bytes(2, "little") for i in found)
-    header = bytes([base, 0]) + len(found).to_bytes(2, "little") + entries
-    code: bytes = (
-        small.astype(np.uint8).tobytes()
-        + halves.astype(np.uint8).tobytes()
-        + header.ljust(4 * capacity(len(row)) + 4, b"\0")
-    )
-    return code
+    lower, third = bytearray(len(row) // 4), bytearray(len(row) // 8)
+    for at, number in enumerate(codes.tolist()):
+        group, i = divmod(at, 16)
+        lower[4 * group + i % 4] |= (number & 3) << 2 * (i // 4)
+        bit = 4 * (i % 4) + i // 4
+        third[2 * group + bit // 8] |= number // 4 << bit % 8
+    tail = bytes([base, *exponents[codes == 7].tolist()])
+    small_bytes: bytes = small.astype(np.uint8).tobytes()
+    return small_bytes + lower + third + tail.ljust(capacity(len(row)) + 1, b"\0")
 
 
-def exceptions(rows: Row) -> npt.NDArray[np.bool_]:
-    """Where elements of rows need more than sign, mantissa and code."""
+def escapes(rows: Row) -> npt.NDArray[np.bool_]:
+    """Where elements of rows escape over the largest exponent."""
     exponents = (rows >> 7).astype(int) & 255
-    base = np.where(exponents < 255, exponents, 0).max(axis=1, keepdims=True)
-    distance = base - exponents
-    found: npt.NDArray[np.bool_] = (exponents != 0) & ((distance < 0) | (distance > 14))
+    found: npt.NDArray[np.bool_] = (_finite(rows).max(axis=1, keepdims=True) - exponents) % 256 > 6
     return found
 
 
 def rows(generator: np.random.Generator, count: int, elements: int) -> Row:
     """Bits of bfloat16 rows such as a model's: normal, of one scale a row, with outliers, zeros, tiny and not
-    finite elements here and there, as many exceptions as there is room for in some. In half of them a few
+    finite elements here and there, as many that escape as there is room for in some. In half of them a few
     elements are so much larger that the largest exponent may be no base."""
     scale = np.exp2(generator.integers(-120, 100, (count, 1)).astype(np.float64))
     values = generator.normal(size=(count, elements)) * scale
@@ -70,15 +64,22 @@ def rows(generator: np.random.Generator, count: int, elements: int) -> Row:
     for row in bits:
         places = generator.choice(elements, int(generator.integers(0, capacity(elements) + 1)), replace=False)
         row[places] = special[generator.integers(0, len(special), len(places))]
-    # What chance made of exceptions beyond the room for them becomes zero.
-    found = exceptions(bits)
-    bits[found & (np.cumsum(found, axis=1) > capacity(elements))] = 0
-    for row, taken in zip(bits[::2], exceptions(bits[::2]).sum(axis=1), strict=True):
+    # What chance made escape beyond the room for it becomes the row's largest.
+    largest = np.take_along_axis(bits, _finite(bits).argmax(axis=1)[:, None], axis=1)
+    found = escapes(bits)
+    bits = np.where(found & (np.cumsum(found, axis=1) > capacity(elements)), largest, bits)
+    for row, taken in zip(bits[::2], escapes(bits[::2]).sum(axis=1), strict=True):
         room = int(generator.integers(0, capacity(elements) - int(taken) + 1))
         places = generator.choice(elements, room, replace=False)
         exponent = row[places] >> 7 & 255
         row[places] += np.where((exponent > 0) & (exponent < 200), 12 << 7, 0).astype(np.uint16)
     return bits
+
+
+def _finite(rows: Row) -> npt.NDArray[np.int64]:
+    """Exponents, 0 for what is not finite."""
+    exponents = (rows >> 7).astype(np.int64) & 255
+    return np.where(exponents < 255, exponents, 0)
 
 
 def kv(layout: str, *, heads: int, head_size: int, seed: int = 0, **sizes: Any) -> PagedKV:

@@ -89,6 +89,7 @@ inline uint32_t __vmaxu2(uint32_t one, uint32_t other) {
     return std::max(one >> 16, other >> 16) << 16 | std::max(one & 0xffff, other & 0xffff);
 }
 inline int __popc(uint32_t value) { return std::popcount(value); }
+inline int __ffs(uint32_t value) { return value == 0 ? 0 : std::countr_zero(value) + 1; }
 template <class T>
 T __ldg(const T* address) {
     return *address;

@@ -219,7 +219,7 @@ def namespace_of(
         weights=weights,
         architecture=_architecture(vllm_config),
         dtype=str(vllm_config.model_config.dtype),
-        kv_dtype=f"{cache.cache_dtype}/{spec.dtype}" + "/coded rows 1" * coded,
+        kv_dtype=f"{cache.cache_dtype}/{spec.dtype}" + "/coded rows 2" * coded,
         kv_scales=str(getattr(spec.kv_quant_mode, "name", "NONE")) if hasattr(spec, "kv_quant_mode") else "",
         num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
         num_kv_heads=spec.num_kv_heads,
