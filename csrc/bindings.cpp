@@ -45,20 +45,6 @@ class Bytes {
     Py_buffer view_;
 };
 
-// The value of a token id; negative where it is none, with or without an exception set.
-int64_t token_of(PyObject* item) {
-#if PY_VERSION_HEX >= 0x030c0000
-    if (PyLong_CheckExact(item) && PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item)))
-        return PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
-#else
-    // One digit of 30 bits: read where it lies, since a call for each of a long prompt's ids costs more than
-    // to hash them.
-    if (PyLong_CheckExact(item) && Py_SIZE(item) == 1)
-        return reinterpret_cast<PyLongObject*>(item)->ob_digit[0];
-#endif
-    return PyLong_AsLongLong(item);
-}
-
 Vector<int32_t> token_ids(const py::list& tokens, size_t start, size_t stop) {
     if (start > stop || stop > tokens.size())
         throw std::invalid_argument("tokens [" + std::to_string(start) + ", " + std::to_string(stop) +
@@ -66,7 +52,7 @@ Vector<int32_t> token_ids(const py::list& tokens, size_t start, size_t stop) {
     Vector<int32_t> ids(static_cast<py::ssize_t>(stop - start));
     int32_t* out = ids.mutable_data();
     for (size_t at = start; at < stop; ++at) {
-        const int64_t id = token_of(PyList_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(at)));
+        const int64_t id = integer_of(PyList_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(at)));
         if (id < 0 || id > INT32_MAX) {
             PyErr_Clear();
             throw std::invalid_argument("tokens[" + std::to_string(at) +
@@ -164,7 +150,9 @@ void register_memory(py::module_& m) {
         [](const py::object& addresses) {
             const auto array = vector_of<uint64_t>("addresses", addresses);
             return std::all_of(array.data(), array.data() + array.size(), [](uint64_t address) {
-                return device_reaches(reinterpret_cast<void*>(address));
+                // A region knows what of it is page-locked, sooner than the driver does.
+                auto* const first = reinterpret_cast<void*>(address);
+                return HostRegion::is_pinned(first, 1) || device_reaches(first);
             });
         },
         "addresses"_a);

@@ -30,6 +30,20 @@ Vector<T> vector_of(const char* name, const py::handle& value) {
     return py::reinterpret_borrow<Vector<T>>(value);
 }
 
+// The value of an integer that is not negative; negative where it is none, with or without an exception set.
+inline int64_t integer_of(PyObject* item) {
+#if PY_VERSION_HEX >= 0x030c0000
+    if (PyLong_CheckExact(item) && PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item)))
+        return PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
+#else
+    // One digit of 30 bits: read where it lies, since a call for each of a long prompt's token ids costs
+    // more than to hash them.
+    if (PyLong_CheckExact(item) && Py_SIZE(item) == 1)
+        return reinterpret_cast<PyLongObject*>(item)->ob_digit[0];
+#endif
+    return PyLong_AsLongLong(item);
+}
+
 void register_transfer(py::module_& m);
 void register_rotary(py::module_& m);
 void register_io(py::module_& m);

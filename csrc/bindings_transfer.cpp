@@ -2,10 +2,12 @@
 // The groups of kvcache._native that touch KV: transfers, staging rings, rotation of keys, zeroing.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 
 #include "bindings_arrays.h"
+#include "event.h"
 #include "in_place.h"
 #include "ring.h"
 #include "rotary.h"
@@ -127,6 +129,30 @@ BoundBatch many_chunks(const Pages& pages, const py::object& addresses, const py
     return bound;
 }
 
+// The slots of blocks' tokens, -1 outside of [first, end).
+Vector<int64_t> slots_of(const py::list& block_ids, int64_t block_size, int64_t num_tokens, int64_t first,
+                         int64_t end) {
+    const auto blocks = static_cast<int64_t>(block_ids.size());
+    if (block_size <= 0 || block_size > INT32_MAX || num_tokens < 0 || num_tokens > blocks * block_size)
+        throw std::invalid_argument(std::to_string(num_tokens) + " tokens of " + std::to_string(blocks) +
+                                    " blocks of " + std::to_string(block_size) +
+                                    "; no more than the blocks have are accepted");
+    Vector<int64_t> slots(static_cast<py::ssize_t>(num_tokens));
+    int64_t* const out = slots.mutable_data();
+    for (int64_t block = 0; block * block_size < num_tokens; ++block) {
+        const int64_t id = integer_of(PyList_GET_ITEM(block_ids.ptr(), static_cast<py::ssize_t>(block)));
+        if (id < 0 || id > INT32_MAX) {
+            PyErr_Clear();
+            throw std::invalid_argument("block_ids[" + std::to_string(block) +
+                                        "] is no block; give integers from 0 to 2147483647");
+        }
+        const int64_t at = block * block_size, count = std::min(block_size, num_tokens - at);
+        for (int64_t i = 0; i < count; ++i)
+            out[at + i] = at + i >= first && at + i < end ? id * block_size + i : -1;
+    }
+    return slots;
+}
+
 std::vector<Span> spans_of(const char* name, const py::object& addresses, const py::object& sizes) {
     const auto address = vector_of<uint64_t>(name, addresses);
     const auto size = vector_of<int64_t>("sizes", sizes);
@@ -195,6 +221,16 @@ void register_transfer(py::module_& m) {
         .def_property_readonly("expands_in_place", &expands_in_place)
         .def_property_readonly("num_layers", &Pages::layers);
 
+    py::class_<Event>(m, "Event")
+        .def(py::init<int, bool>(), "device"_a, "sleeping"_a = false)
+        .def_property_readonly("device", &Event::device)
+        .def_property_readonly("handle", &Event::handle)
+        .def("record", &Event::record, "stream"_a, py::call_guard<py::gil_scoped_release>())
+        .def("order", &Event::order, "stream"_a, py::call_guard<py::gil_scoped_release>())
+        .def("done", &Event::done, py::call_guard<py::gil_scoped_release>())
+        .def("wait", &Event::wait, py::call_guard<py::gil_scoped_release>());
+
+    m.def("slots_of", &slots_of, "block_ids"_a, "block_size"_a, "num_tokens"_a, "first"_a, "end"_a);
     m.def("coded_row_bytes", &coded_row_bytes, "elements"_a);
     m.def("code_escapes", &code_escapes, "elements"_a);
     m.def(

@@ -224,6 +224,45 @@ class Pages:
         from it to the next, and addresses and distances are multiples of 16.
         """
 
+@final
+class Event:
+    """A CUDA event of a pool, to which it returns with the object. A stream that was told to wait for it
+    needs the object no more. Thread-safe.
+
+    Args:
+        device: CUDA device.
+        sleeping: `wait` sleeps instead of asking again and again.
+
+    Raises:
+        RuntimeError: CUDA's reason.
+    """
+
+    def __init__(self, device: int, sleeping: bool = False) -> None: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def handle(self) -> int: ...
+    def record(self, stream: int) -> None:
+        """Behind what the stream, one of the device, was given so far."""
+
+    def order(self, stream: int) -> None:
+        """What the stream, one of the device, is given next comes behind the event."""
+
+    def done(self) -> bool:
+        """Whether the device has come to it."""
+
+    def wait(self) -> None:
+        """Until it has."""
+
+def slots_of(
+    block_ids: list[int], block_size: int, num_tokens: int, first: int, end: int
+) -> npt.NDArray[np.int64]:
+    """int64 [num_tokens]: the slots of the first tokens of these blocks, -1 outside of `[first, end)`.
+
+    Raises:
+        ValueError: a block that is no integer from 0 to 2^31 - 1, or fewer of them than tokens need.
+    """
+
 def coded_row_bytes(elements: int) -> int:
     """Of a coded row of so many elements, a multiple of 32."""
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from kvcache import _native
 from kvcache.gpu_connector.base import layer_slices
 from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
@@ -251,7 +252,7 @@ class LMCacheEngine:
         lookup_id: str = "",
         on_ready: OnLoaded = lambda loaded: None,
         on_loaded: OnLoaded = lambda loaded: None,
-        after: torch.cuda.Event | None = None,
+        after: _native.Event | None = None,
     ) -> None:
         """As `retrieve`, but beside the model: nobody waits for the pages, and nobody reads or writes them
         before `on_ready`. The copies are queued by another thread, so that this call is short however much is

@@ -4,6 +4,7 @@
 
 #include "boxes.h"
 #include "device.h"
+#include "event.h"
 #include "in_place.h"
 #include "ring.h"
 #include "rotary.h"
@@ -29,6 +30,13 @@ void unpin(void*) {}
 bool device_reaches(const void*) { return false; }
 int numa_node(int) { return -1; }
 bool dma_in_batches() { return false; }
+
+Event::Event(int, bool) { throw std::runtime_error(kReason); }
+Event::~Event() = default;
+void Event::record(uint64_t) {}
+void Event::order(uint64_t) const {}
+bool Event::done() const { return true; }
+void Event::wait() const {}
 
 void cuda_transfer(const Pages&, const Batch&, uint64_t, int) { throw std::runtime_error(kReason); }
 void cuda_copy_boxes(const std::vector<Box>&, bool, int, uint64_t) { throw std::runtime_error(kReason); }

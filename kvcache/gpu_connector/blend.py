@@ -21,6 +21,7 @@ from kvcache.gpu_connector.interface import Completed, Completion, EventCompleti
 from kvcache.gpu_connector.layerwise import LayerObjs, LayerwiseConnector
 from kvcache.gpu_connector.rotary import FusedRotary
 from kvcache.gpu_connector.staging import GPUBufferAllocator
+from kvcache.gpu_connector.streams import current_stream, mark
 from kvcache.gpu_connector.transfer import Chunks
 
 
@@ -145,7 +146,7 @@ class _Plan:
         self._new_positions = _positions(positions, len(slot_mapping))[self._first : self._last]
         self._rotary = connector.fused_rotary_emb if cache_positions else None
         self._buffers: list[torch.Tensor] = []
-        self._written: list[torch.cuda.Event | None] = [None, None]
+        self._written: list[_native.Event | None] = [None, None]
 
     def open(self) -> None:
         allocator = self._connector.gpu_buffer_allocator
@@ -177,11 +178,12 @@ class _Plan:
             return _Layer(buffer, old, Completed())
         written = self._written[index % 2]
         if written is not None:
-            stream.wait_event(written)
+            written.order(stream.cuda_stream)
         else:  # the buffer's memory may have had another user on the current stream
             stream.wait_stream(torch.cuda.current_stream(self._transfer.pages.device))
         _native.copy_spans(targets, chunks.addresses, sizes, self._transfer.pages.device, stream.cuda_stream)
-        return _Layer(buffer, old, EventCompletion(stream.record_event()))
+        loaded = mark(self._transfer.pages.device, stream.cuda_stream)
+        return _Layer(buffer, old, EventCompletion(loaded))
 
     def compute(self, layer: _Layer) -> None:
         """Moves the layer's keys and zeroes its gaps, on the current stream."""
@@ -193,7 +195,7 @@ class _Plan:
     def write(self, index: int, layer: _Layer) -> Completion:
         """Copies the buffer into the pages of its tokens, on the current stream."""
         device = self._transfer.pages.device
-        stream = 0 if device < 0 else torch.cuda.current_stream(device).cuda_stream
+        stream = 0 if device < 0 else current_stream(device)
         whole: Chunks = spans([layer.buffer.data_ptr()], [self._first], [self._last], self._slots)
         _native.batched_kv_transfer(
             self._transfer.pages,
@@ -205,7 +207,7 @@ class _Plan:
         )
         if device < 0:
             return Completed()
-        written = torch.cuda.current_stream(device).record_event()
+        written = mark(device, stream)
         self._written[index % 2] = written
         return EventCompletion(written)
 

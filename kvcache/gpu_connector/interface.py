@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from kvcache import _native
+from kvcache.gpu_connector.streams import current_stream
+
 _POLL_S = 50e-6
 
 
@@ -115,20 +118,20 @@ class EventCompletion(Completion):
         pages_done: after the last access to the pages, where that is earlier.
     """
 
-    def __init__(self, event: torch.cuda.Event, pages_done: torch.cuda.Event | None = None) -> None:
+    def __init__(self, event: _native.Event, pages_done: _native.Event | None = None) -> None:
         self._event = event
         self._pages_done = event if pages_done is None else pages_done
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event.done()
 
     def order_current_stream(self) -> None:
-        torch.cuda.current_stream(self._event.device).wait_event(self._pages_done)
+        self._pages_done.order(current_stream(self._pages_done.device))
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
             return super().wait(timeout)
-        self._event.synchronize()
+        self._event.wait()
         return True
 
 
@@ -140,7 +143,7 @@ class LayeredCompletion(EventCompletion):
         first_layers: of each group.
     """
 
-    def __init__(self, groups: Sequence[torch.cuda.Event], first_layers: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[_native.Event], first_layers: Sequence[int]) -> None:
         super().__init__(groups[-1])
         self.first_layers = first_layers
         self._groups = dict(zip(first_layers, groups, strict=True))
@@ -148,7 +151,7 @@ class LayeredCompletion(EventCompletion):
     def order_layer(self, layer: int) -> None:
         event = self._groups.get(layer)
         if event is not None:
-            torch.cuda.current_stream(event.device).wait_event(event)
+            event.order(current_stream(event.device))
 
 
 class GPUConnectorInterface(abc.ABC):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvcache import _native
 from kvcache.gpu_connector.base import PagedConnector, registered_once
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.layout import LayerSpec
@@ -96,7 +97,7 @@ class BulkConnector(PagedConnector):
         ends: Sequence[int],
         *,
         slot_mapping: torch.Tensor,
-        after: torch.cuda.Event | None = None,
+        after: _native.Event | None = None,
     ) -> Completion:
         """As `batched_to_gpu`, but beside the model (`PageTransfer.feed`). An object that does not fit its
         tokens raises; whatever else fails is the completion's `error`.

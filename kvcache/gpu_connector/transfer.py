@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvcache import _native
 from kvcache.gpu_connector.feed import Feed, Feeder, cut
 from kvcache.gpu_connector.interface import Coded, Completed, Completion, EventCompletion, LayeredCompletion
+from kvcache.gpu_connector.streams import current_stream, mark
 from kvcache.gpu_connector.transfer_plan import Chunks, TransferWay, Way
 
 __all__ = ["RING_SLOTS", "RING_SLOT_BYTES", "Chunks", "PageTransfer", "TransferWay", "Way"]
@@ -60,7 +59,7 @@ def way_by_length(size: int, short: TransferWay, other: TransferWay) -> Transfer
     return short if size <= short.bytes_per_s * SHORT_LOAD_S else other
 
 
-def group_layers(tokens: npt.NDArray[np.int64], token_bytes: int, slot_bytes: int) -> int:
+def group_layers(tokens: Sequence[int], token_bytes: int, slot_bytes: int) -> int:
     """Layers that a load by layer brings at once: about as many as `GROUP_LAYERS` and `_GROUP_BYTES` ask for,
     and such that their pieces of a chunk fill a ring's slot.
 
@@ -69,8 +68,8 @@ def group_layers(tokens: npt.NDArray[np.int64], token_bytes: int, slot_bytes: in
         token_bytes: of a token's KV of one layer in a chunk.
         slot_bytes: of the ring.
     """
-    wanted = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, int(tokens.sum()) * token_bytes)))
-    fitting = slot_bytes // max(1, int(tokens.max(initial=0)) * token_bytes)
+    wanted = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, sum(tokens) * token_bytes)))
+    fitting = slot_bytes // max(1, max(tokens, default=0) * token_bytes)
     if wanted >= fitting:  # a slot holds less of a chunk anyway
         return wanted
     near = range(max(GROUP_LAYERS, wanted - wanted // 4), wanted + wanted // 4 + 1)
@@ -84,15 +83,21 @@ class _Lane:
         device: CUDA's number of it, -1 for host memory.
         slot_bytes: of the ring's `RING_SLOTS` slots, in device memory; on the CPU made when first asked for.
         turn: slots until the ring's DMAs change streams, 0 for never.
+
+    Attributes:
+        stream: None on the CPU; `handle` is 0 there.
     """
 
     def __init__(self, device: int, slot_bytes: int, turn: int) -> None:
         self._make_ring = partial(_native.StagingRing, device, slot_bytes, RING_SLOTS, turn)
         self._ring: _native.StagingRing | None = None
         self.stream: torch.cuda.Stream | None = None
+        self.handle = 0
+        self._device = device
         if device >= 0:
             place = torch.device("cuda", device)
             self.stream = torch.cuda.Stream(place, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self.handle = int(self.stream.cuda_stream)
             self._ring = self._make_ring()
 
     @property
@@ -101,10 +106,13 @@ class _Lane:
             self._ring = self._make_ring()
         return self._ring
 
-    @property
-    def handle(self) -> int:
-        """The stream's, 0 on the CPU."""
-        return 0 if self.stream is None else int(self.stream.cuda_stream)
+    def follow_current_stream(self) -> None:
+        """On a GPU: what the stream is given next starts after whatever the current one was given so far."""
+        mark(self._device, current_stream(self._device)).order(self.handle)
+
+    def mark(self) -> _native.Event:
+        """On a GPU: behind what the stream was given so far."""
+        return mark(self._device, self.handle)
 
 
 class PageTransfer:
@@ -181,17 +189,17 @@ class PageTransfer:
         return Coded(copies, refused)
 
     def _store(self, chunks: Chunks, way: TransferWay, options: dict[str, Any]) -> Completion:
-        stream = self.store_stream
-        if stream is None:
-            self._queue(self._stores, chunks, True, way, options)
+        lane = self._stores
+        if lane.stream is None:
+            self._queue(lane, chunks, True, way, options)
             return Completed()
-        stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        self._queue(self._stores, chunks, True, way, options)
-        pages_done = stream.record_event()
+        lane.follow_current_stream()
+        self._queue(lane, chunks, True, way, options)
+        pages_done = lane.mark()
         if way.way is not Way.STAGED:
             return EventCompletion(pages_done)
-        copied = stream.record_event()
-        self._stores.ring.record(copied.cuda_event)  # once more, behind the DMAs
+        copied = _native.Event(self.pages.device)
+        lane.ring.record(copied.handle)  # behind the DMAs
         return EventCompletion(copied, pages_done)
 
     def load(
@@ -218,13 +226,13 @@ class PageTransfer:
         """
         way = self._possible(self.load_way if way is None else way, chunks)
         layers = {"layer_begin": layer_begin, "layer_end": layer_end}
-        stream = self.load_stream
-        if stream is None:
-            self._queue(self._loads, chunks, False, way, layers)
+        lane = self._loads
+        if lane.stream is None:
+            self._queue(lane, chunks, False, way, layers)
             return Completed()
-        stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        self._queue(self._loads, chunks, False, way, layers)
-        completion = EventCompletion(stream.record_event())
+        lane.follow_current_stream()
+        self._queue(lane, chunks, False, way, layers)
+        completion = EventCompletion(lane.mark())
         if ordered:
             completion.order_current_stream()
         return completion
@@ -236,34 +244,35 @@ class PageTransfer:
         Raises:
             ValueError: as `load`.
         """
-        stream = self.load_stream
-        if stream is None:
+        lane = self._loads
+        if lane.stream is None:
             return self.load(chunks)
         token_bytes, num_layers = self.pages.chunk_token_bytes, self.pages.num_layers
-        size = int((chunks.ends - chunks.starts).sum()) * token_bytes * num_layers
+        tokens = (chunks.ends - chunks.starts).tolist()
+        size = sum(tokens) * token_bytes * num_layers
         way = self._possible(way_by_length(size, self.short_load_way, self.load_way), chunks)
-        stream.wait_stream(torch.cuda.current_stream(self.pages.device))
-        group = min(num_layers, group_layers(chunks.ends - chunks.starts, token_bytes, self._slot_bytes))
+        lane.follow_current_stream()
+        group = min(num_layers, group_layers(tokens, token_bytes, self._slot_bytes))
         begins = range(0, num_layers, group)
         if way.way is Way.DIRECT:
-            # One call, for vLLM's thread waits for it. An event has no handle before it is recorded.
-            events = [stream.record_event() for _ in begins]
-            handles = [event.cuda_event for event in events]
-            options = {"group_layers": group, "events": handles}
-            self._queue(self._loads, chunks, False, way, options)
+            # One call, for vLLM's thread waits for it.
+            events = [_native.Event(self.pages.device) for _ in begins]
+            options = {"group_layers": group, "events": [event.handle for event in events]}
+            self._queue(lane, chunks, False, way, options)
             return LayeredCompletion(events, begins)
         events = []
         for begin in begins:
             layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
-            self._queue(self._loads, chunks.from_layer(begin, token_bytes), False, way, layers)
-            events.append(stream.record_event())
+            self._queue(lane, chunks.from_layer(begin, token_bytes), False, way, layers)
+            events.append(lane.mark())
         return LayeredCompletion(events, begins)
 
-    def now(self) -> torch.cuda.Event | None:
+    def now(self) -> _native.Event | None:
         """Whatever the current stream was given so far; None on the CPU, where it has run."""
-        return None if self.pages.device < 0 else torch.cuda.current_stream(self.pages.device).record_event()
+        device = self.pages.device
+        return None if device < 0 else mark(device, current_stream(device))
 
-    def feed(self, chunks: Chunks, after: torch.cuda.Event | None = None) -> Feed:
+    def feed(self, chunks: Chunks, after: _native.Event | None = None) -> Feed:
         """Chunks to pages, all layers, beside the model: the call returns before anything is queued, and no
         stream waits for the pages.
 
@@ -287,8 +296,8 @@ class PageTransfer:
         """All that feeds have queued. Whoever waits for it sleeps instead of asking again and again."""
         if self._quiet_loads.stream is None:
             return Completed()
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._quiet_loads.stream.record_event(event)
+        event = _native.Event(self.pages.device, sleeping=True)
+        event.record(self._quiet_loads.handle)
         return EventCompletion(event)
 
     def _possible(self, way: TransferWay, chunks: Chunks) -> TransferWay:
@@ -350,7 +359,7 @@ class _Slices:
         pages_free: the copies start behind it, None for at once.
     """
 
-    def __init__(self, transfer: PageTransfer, pages_free: torch.cuda.Event | None) -> None:
+    def __init__(self, transfer: PageTransfer, pages_free: _native.Event | None) -> None:
         self._transfer = transfer
         self._pages_free = pages_free
         self._coded: list[Chunks] = []
@@ -365,7 +374,7 @@ class _Slices:
         if not comes_coded:  # its rows must not come between codes
             self._expand()
         if lane.stream is not None and self._pages_free is not None:
-            lane.stream.wait_event(self._pages_free)
+            self._pages_free.order(lane.handle)
         transfer._queue_copies(lane, part, False, way, {})
         if comes_coded:
             self._coded.append(part)

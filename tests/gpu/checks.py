@@ -483,6 +483,44 @@ def check_stream_order(small: bool = False) -> None:
         assert feed.wait(30)
 
 
+def check_events(small: bool = False) -> None:
+    """They keep streams in order, also where the object is gone, or used again, before the streams are
+    there."""
+    slow = torch.randn(4096, 4096, device=GPU)
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    numbers = torch.zeros(1 << 20, device=GPU)
+    torch.cuda.synchronize()
+    handles: set[int] = set()
+    for turn, sleeping in itertools.product(range(3 if small else 25), (False, True)):
+        with torch.cuda.stream(streams[0]):
+            _delay(slow)
+            numbers.fill_(turn + 1)
+        event = _native.Event(0, sleeping)
+        event.record(streams[0].cuda_stream)
+        late = _native.Event(0, sleeping)
+        assert late.handle != event.handle
+        late.record(streams[0].cuda_stream)
+        event.order(streams[1].cuda_stream)
+        handles.add(event.handle)
+        del event
+        again = _native.Event(0, sleeping)  # of the pool, while the stream still waits
+        again.record(streams[1].cuda_stream)
+        with torch.cuda.stream(streams[1]):
+            seen = numbers.sum()
+        late.wait()
+        assert late.done()
+        again.wait()
+        assert float(seen) == float(turn + 1) * len(numbers), "a stream did not wait for its event"
+        torch.cuda.synchronize()
+    assert len(handles) <= 4, "events are not used again"
+    default = _native.Event(0)
+    for _ in range(50):
+        _delay(slow)
+    default.record(torch.cuda.default_stream().cuda_stream)
+    assert not default.done()
+    default.wait()
+
+
 def check_pinning_beside_a_capture(small: bool = False) -> None:
     """Page-locking in the background neither breaks the capture of a graph nor is it broken by it."""
     region = HostRegion((64 if small else 1024) << 20, pin="Required", hold=True)
@@ -523,6 +561,7 @@ CHECKS: tuple[Callable[[bool], None], ...] = (
     check_blending,
     check_sglang,
     check_stream_order,
+    check_events,
     check_pinning_beside_a_capture,
 )
 

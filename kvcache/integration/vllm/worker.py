@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcache import _native
 from kvcache.control.rank import RankControl
 from kvcache.engine import LMCacheEngine
 from kvcache.gpu_connector.interface import Completion
+from kvcache.gpu_connector.streams import current_stream
 from kvcache.gpu_connector.transfer import TransferWay
 from kvcache.integration.vllm.layerwise import LayerHooks, LayerwiseStores
 from kvcache.integration.vllm.metadata import (
@@ -82,9 +84,9 @@ class WorkerSide:
         """Loads that this forward follows layer by layer: called with whether it waited for every layer."""
         self._ahead: dict[str, _Ahead] = {}
         """Loads of the step that comes next, by lookup."""
-        self._begun: tuple[int, int, torch.cuda.Stream | None] | None = None
+        self._begun: tuple[int, int, int | None] | None = None
         """Number, thread and stream of the last step; None beside other connectors."""
-        self._before_step: torch.cuda.Event | None = None
+        self._before_step: _native.Event | None = None
         self._joining: list[tuple[int, Completion]] = []
         """Loads beside the model that were reported in a step and are in the pages behind these copies."""
         self._first_layers: set[int] = set()
@@ -290,10 +292,10 @@ class WorkerSide:
             "on_loaded": self._count_load,
         }
 
-    def _here(self) -> tuple[int, torch.cuda.Stream | None]:
+    def _here(self) -> tuple[int, int | None]:
         """This thread, and the stream that what it launches is given to."""
         device = self.engine.gpu_connector.transfer.pages.device
-        return threading.get_ident(), None if device < 0 else torch.cuda.current_stream(device)
+        return threading.get_ident(), None if device < 0 else current_stream(device)
 
     def _order_joining(self, heard: int) -> None:
         """Whatever the model's stream is given from now on sees the loads that were reported until the step
