@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from kvcache.gpu_connector.base import layer_slices
 from kvcache.gpu_connector.interface import Completed, Completion
 from kvcache.gpu_connector.layerwise import LayerwiseConnector
 from kvcache.gpu_connector.paged import BulkConnector
-from kvcache.plans import LoadCopies, Loaded, LoadPlan, OnLoaded, StoreCopies, StorePlan
+from kvcache.gpu_connector.transfer_plan import SlotMapping
+from kvcache.plans import LoadCopies, Loaded, LoadPlan, OnLoaded, StoreCopies, StorePlan, mask_of
 from kvcache.storage.manager import StorageManager
 from kvcache.storage.tier import NO_PARENT, NO_TENANT
 from kvcache.storage.tiers.cpu import Outcome
@@ -209,7 +211,7 @@ class LMCacheEngine:
         tokens: Sequence[int] | None = None,
         mask: torch.Tensor | None = None,
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
         digests: bytes | None = None,
         lookup_id: str = "",
         on_loaded: OnLoaded = lambda loaded: None,
@@ -231,8 +233,30 @@ class LMCacheEngine:
             bool [tokens]: True where the KV was wanted and is now (or, where the slot is -1, could have been)
             in the pages. It is True without a gap from the first wanted token on.
         """
-        plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
-        result = plan.mask(len(slot_mapping))
+        span = self.retrieve_span(
+            tokens,
+            mask,
+            slot_mapping=slot_mapping,
+            digests=digests,
+            lookup_id=lookup_id,
+            on_loaded=on_loaded,
+            by_layer=by_layer,
+        )
+        return mask_of(len(slot_mapping), span)
+
+    def retrieve_span(
+        self,
+        tokens: Sequence[int] | None = None,
+        mask: torch.Tensor | None = None,
+        *,
+        slot_mapping: SlotMapping,
+        digests: bytes | None = None,
+        lookup_id: str = "",
+        on_loaded: OnLoaded = lambda loaded: None,
+        by_layer: bool = False,
+    ) -> slice:
+        """As `retrieve`, for whom a request waits: the tokens that would be True, empty where none would."""
+        plan = self._plan_load(tokens, mask, len(slot_mapping), digests, lookup_id)
         connector = self.gpu_connector
         copy = connector.layers_to_gpu if by_layer else connector.batched_to_gpu
         copies = self._start_load(plan, slot_mapping, on_loaded, copy)
@@ -240,14 +264,14 @@ class LMCacheEngine:
             copies.counted = True
             self.counters.loaded_tokens += plan.count()
         self.poll()
-        return result
+        return plan.span()
 
     def retrieve_beside(
         self,
         tokens: Sequence[int] | None = None,
         mask: torch.Tensor | None = None,
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
         digests: bytes | None = None,
         lookup_id: str = "",
         on_ready: OnLoaded = lambda loaded: None,
@@ -263,11 +287,11 @@ class LMCacheEngine:
             on_ready: called once, with what is in the pages behind `Loaded.copies`. These are queued by now:
                 whoever reads or writes the pages orders the model's stream behind them first.
         """
-        plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
+        plan = self._plan_load(tokens, mask, len(slot_mapping), digests, lookup_id)
         copy = partial(self.gpu_connector.feed_to_gpu, after=after)
         copies = self._start_load(plan, slot_mapping, on_loaded, copy)
         if copies is None:
-            on_ready(Loaded(plan.mask(len(slot_mapping))))
+            on_ready(Loaded(len(slot_mapping), plan.span()))
         else:
             copies.on_ready = on_ready
         self.poll()
@@ -288,7 +312,7 @@ class LMCacheEngine:
         on its way while the model's stream waits for the layer before; the mask of what was loaded. Closed
         early it ends its lease, and what it did not copy is not in the pages.
         """
-        plan = self._plan_load(tokens, mask, slot_mapping, digests, lookup_id)
+        plan = self._plan_load(tokens, mask, len(slot_mapping), digests, lookup_id)
         connector = self.layer_connector
         started = self._clock()
         last: Completion = Completed()
@@ -376,14 +400,14 @@ class LMCacheEngine:
     def _start_load(
         self,
         plan: LoadPlan,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
         on_loaded: OnLoaded,
         copy: Callable[..., Completion],
     ) -> LoadCopies | None:
         """None where there is nothing to copy: it has ended then."""
-        if not plan.chunks:
+        if not plan.objs:
             self.storage.release(plan.owner)
-            on_loaded(Loaded(plan.mask(len(slot_mapping))))
+            on_loaded(Loaded(len(slot_mapping), plan.span()))
             return None
         started = self._clock()
         try:
@@ -414,25 +438,25 @@ class LMCacheEngine:
     def _tell_ready(self, copies: LoadCopies) -> None:
         on_ready, copies.on_ready = copies.on_ready, None
         if on_ready is not None:
-            on_ready(Loaded(copies.plan.mask(copies.num_tokens), copies=copies.completion))
+            on_ready(Loaded(copies.num_tokens, copies.plan.span(), copies=copies.completion))
 
     def _finish_load(self, copies: LoadCopies) -> None:
         plan, error = copies.plan, copies.completion.error
-        moved = copies.completion.moved(len(plan.chunks))
-        num_bytes = sum(obj.nbytes for obj in plan.objs[:moved])
+        moved = copies.completion.moved(len(plan.objs))
+        tokens = plan.tokens(moved)
+        num_bytes = tokens * self.storage.cpu.shape.token_bytes
         seconds = self._clock() - copies.started
-        tokens = plan.chunks[moved - 1].end - plan.chunks[0].start if moved else 0
-        for chunk in plan.chunks[:moved] if plan.sources else ():
-            lane = plan.sources.get(chunk.key)
-            if lane is not None:
-                lane.count.hit_tokens += chunk.end - chunk.start
-                tokens -= chunk.end - chunk.start
+        if plan.sources:
+            for key, start, end in zip(plan.keys[:moved], plan.starts, plan.ends, strict=False):
+                lane = plan.sources.get(key)
+                if lane is not None:
+                    lane.count.hit_tokens += end - start
+                    tokens -= end - start
         self.storage.cpu.count_read(num_bytes, seconds, tokens)
         self.storage.release(plan.owner)
-        there = plan.mask(copies.num_tokens, moved)
         if not copies.counted:
             self.counters.loaded_tokens += plan.count(moved)
-        loaded = Loaded(there, num_bytes, seconds, error)
+        loaded = Loaded(copies.num_tokens, plan.span(moved), num_bytes, seconds, error)
         on_ready, copies.on_ready = copies.on_ready, None
         if on_ready is not None:
             on_ready(loaded)
@@ -479,24 +503,25 @@ class LMCacheEngine:
         self,
         tokens: Sequence[int] | None,
         mask: torch.Tensor | None,
-        slot_mapping: torch.Tensor,
+        num_tokens: int,
         digests: bytes | None,
         lookup_id: str,
     ) -> LoadPlan:
         """The window's wanted chunks that are there, from the first on without a gap, under a lease."""
-        num_tokens = len(slot_mapping)
         skipped = self._skipped(mask, num_tokens)
+        digests = self._digests(tokens, digests)
+        starts, ends = self.database.spans(digests, num_tokens)
+        first = bisect_right(ends, skipped)
+        keys = self.database.keys(digests)[first:]
         # Of this load alone: whoever looks up, cancels or gives up in the request's name leaves it as it is.
         owner = f"loading/{next(self._load_numbers)}"
         sources = self.storage.hand_over(lookup_id, owner)
-        chunks = self.database.chunks(self._digests(tokens, digests), num_tokens)
-        wanted = [chunk for chunk in chunks if chunk.end > skipped]
-        keys = [chunk.key for chunk in wanted]
         objs = self.storage.cpu.leased(keys, owner)
-        if len(objs) < len(wanted):
+        if len(objs) < len(keys):
             # The lease ran out, or there was none: what is still there is as good.
             objs = self.storage.cpu.leased(keys[: self.storage.lookup_and_lease(keys, owner)], owner)
-        return LoadPlan(wanted[: len(objs)], objs, skipped, owner, sources)
+        end = first + len(objs)
+        return LoadPlan(keys[: len(objs)], starts[first:end], ends[first:end], objs, skipped, owner, sources)
 
     def _digests(self, tokens: Sequence[int] | None, digests: bytes | None) -> bytes:
         if digests is not None:

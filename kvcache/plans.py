@@ -20,13 +20,20 @@ from kvcache.tokens.keys import CacheEngineKey
 class Loaded:
     """A load that has ended, or of which all copies are queued."""
 
-    there: torch.Tensor
-    """bool [tokens]: what was wanted and is in the pages, behind the copies that still run."""
+    num_tokens: int
+    """Of the window."""
+    span: slice
+    """Those of them that were wanted and are in the pages, behind the copies that still run."""
     num_bytes: int = 0
     seconds: float = 0.0
     error: Exception | None = None
     """Why not all copies were made."""
     copies: Completion = field(default_factory=Completed)
+
+    @property
+    def there(self) -> torch.Tensor:
+        """bool [tokens]: True for those of the span."""
+        return mask_of(self.num_tokens, self.span)
 
 
 OnLoaded = Callable[[Loaded], None]
@@ -63,13 +70,24 @@ class LoadCopies:
     """Called once all copies are queued, or have ended; None once that is done."""
 
 
+def mask_of(num_tokens: int, span: slice) -> torch.Tensor:
+    """bool [tokens]: True within the span. In numpy: a call into torch costs several times as much."""
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    mask[span] = True
+    return torch.from_numpy(mask)
+
+
 @dataclass
-class _Plan:
-    """Chunks of a window and their memory."""
+class StorePlan:
+    """Reserved chunks and their memory; tokens count from the window's start."""
 
     chunks: list[Chunk] = field(default_factory=list)
     objs: list[MemoryObj] = field(default_factory=list)
     skipped: int = 0
+    stored: int = 0
+    """Stored or on their way."""
+    acknowledged: int = 0
+    """Without a gap once the reserved ones are visible."""
 
     @property
     def starts(self) -> list[int]:
@@ -79,16 +97,6 @@ class _Plan:
     def ends(self) -> list[int]:
         return [chunk.end for chunk in self.chunks]
 
-
-@dataclass
-class StorePlan(_Plan):
-    """Reserved chunks; tokens count from the window's start."""
-
-    stored: int = 0
-    """Stored or on their way."""
-    acknowledged: int = 0
-    """Without a gap once the reserved ones are visible."""
-
     def copies(
         self, completion: Completion, started: float, on_stored: Callable[[int], None], *, keep: bool = True
     ) -> StoreCopies:
@@ -96,25 +104,35 @@ class StorePlan(_Plan):
 
 
 @dataclass
-class LoadPlan(_Plan):
-    """Leased chunks."""
+class LoadPlan:
+    """Leased chunks, one behind the other, and their memory; tokens count from the window's start.
 
+    In lists of their parts: a request waits while they are made.
+    """
+
+    keys: list[CacheEngineKey]
+    starts: list[int]
+    ends: list[int]
+    objs: list[MemoryObj]
+    skipped: int = 0
     owner: str = ""
     sources: dict[CacheEngineKey, Lane] = field(default_factory=dict)
     """Tiers below that chunks were fetched from for this load."""
 
     def span(self, chunks: int | None = None) -> slice:
         """Tokens that are wanted and in the first `chunks` chunks, in all if None."""
-        held = self.chunks[:chunks]
-        return slice(max(self.skipped, held[0].start), held[-1].end) if held else slice(0, 0)
+        ends = self.ends[:chunks]
+        return slice(max(self.skipped, self.starts[0]), ends[-1]) if ends else slice(0, 0)
 
     def count(self, chunks: int | None = None) -> int:
         """How many those are."""
         span = self.span(chunks)
         return max(0, int(span.stop) - int(span.start))
 
-    def mask(self, num_tokens: int, chunks: int | None = None) -> torch.Tensor:
-        """bool [tokens]: True where they are."""
-        result = np.zeros(num_tokens, dtype=np.bool_)
-        result[self.span(chunks)] = True
-        return torch.from_numpy(result)
+    def tokens(self, chunks: int) -> int:
+        """In the first `chunks` chunks, wanted or not."""
+        return self.ends[chunks - 1] - self.starts[0] if chunks else 0
+
+    def mask(self, num_tokens: int) -> torch.Tensor:
+        """bool [tokens]: True where they are wanted and in a chunk."""
+        return mask_of(num_tokens, self.span())

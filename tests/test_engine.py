@@ -204,6 +204,11 @@ def test_masked_prefix_and_negative_slots_are_left_alone(rig: Rig) -> None:
     slots[-1] = -1
     there = rig.engine.retrieve(tokens, mask(len(tokens), CHUNK), slot_mapping=slots)
     assert there.tolist() == [False] * CHUNK + [True] * 3 * CHUNK
+    span = rig.engine.retrieve_span(tokens, mask(len(tokens), CHUNK), slot_mapping=slots.numpy())
+    assert span == slice(CHUNK, 4 * CHUNK)
+    with_own = mask(len(tokens), CHUNK + 3)  # a chunk of which a part is there already is read
+    assert rig.engine.retrieve_span(tokens, with_own, slot_mapping=slots) == slice(CHUNK + 3, 4 * CHUNK)
+    assert rig.engine.retrieve_span(tokens, mask(len(tokens), 9**9), slot_mapping=slots) == slice(0, 0)
     after = rig.read(target)
     assert torch.equal(after[:, : CHUNK + 5], before[:, : CHUNK + 5])
     assert torch.equal(after[:, CHUNK + 5 : -1], expected[:, CHUNK + 5 : -1])

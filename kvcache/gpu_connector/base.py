@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache import _native
 from kvcache.gpu_connector.interface import GPUConnectorInterface
 from kvcache.gpu_connector.layout import UnknownLayout
 from kvcache.gpu_connector.transfer import Chunks, PageTransfer
+from kvcache.gpu_connector.transfer_plan import SlotMapping
 from kvcache.gpu_connector.ways import choose_ways
 from kvcache.memory.formats import MemoryFormat
 from kvcache.memory.objects import LayerSlice, MemoryObj
@@ -47,6 +49,8 @@ class PagedConnector(GPUConnectorInterface):
         self._spec = spec
         self._transfer: PageTransfer | None = None
         self._registered: list[int] = []
+        self._fitting: tuple[object, ...] | None = None
+        """What the last memory object was that fits the pages, whatever its tokens."""
 
     @property
     def transfer(self) -> PageTransfer:
@@ -106,7 +110,7 @@ class PagedConnector(GPUConnectorInterface):
         self._check_code(pages)
         transfer = PageTransfer(pages)
         choose_ways(transfer)
-        self._transfer, self._registered = transfer, addresses
+        self._take(transfer, addresses)
 
     def share_pages(self, other: PagedConnector) -> None:
         """Takes the pages, ways and rings of a connector that has registered them.
@@ -115,7 +119,10 @@ class PagedConnector(GPUConnectorInterface):
             UnknownLayout: their chunks hold coded rows, which this connector does not take.
         """
         self._check_code(other.transfer.pages)
-        self._transfer, self._registered = other.transfer, list(other._registered)
+        self._take(other.transfer, list(other._registered))
+
+    def _take(self, transfer: PageTransfer, registered: list[int]) -> None:
+        self._transfer, self._registered, self._fitting = transfer, registered, None
 
     def _check_code(self, pages: _native.Pages) -> None:
         if pages.coded and not self._codes:
@@ -129,33 +136,31 @@ class PagedConnector(GPUConnectorInterface):
         memory_objs: Sequence[MemoryObj | LayerSlice],
         starts: Sequence[int],
         ends: Sequence[int],
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
         fmt: MemoryFormat,
     ) -> Chunks:
         """The objects' addresses and tokens, once every object is known to be of `fmt` and to fit its
         tokens.
         """
         _check_counts(len(memory_objs), starts, ends)
-        tokens, shape, fitting = -1, torch.Size(), None
+        fitting = self._fitting
         for obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            if end - start != tokens:  # all but the last chunk are of one size, mostly
-                tokens, fitting = end - start, None
-                shape = fmt.shape(tokens=max(tokens, 0), hidden=self.hidden, layers=self.num_layers)
-            kind = type(obj), obj.num_tokens, obj.kv_shape
-            if kind == fitting:  # as the one before it, and so mostly all
+            kind = type(obj), obj.kv_shape, fmt
+            if kind == fitting and obj.num_tokens == end - start:  # as the one before it, and so mostly all
                 continue
-            fitting = kind
+            shape = fmt.shape(tokens=max(end - start, 0), hidden=self.hidden, layers=self.num_layers)
             if obj.fmt is not fmt or obj.shape != shape or obj.dtype != self.dtype:
                 raise ValueError(
                     f"a memory object {obj.fmt.name} {list(obj.shape)} of {obj.dtype} for the tokens "
                     f"{start} to "
                     f"{end}; {fmt.name} {list(shape)} of {self.dtype} is accepted"
                 )
+            self._fitting = fitting = kind
         return spans([obj.data_ptr for obj in memory_objs], starts, ends, slot_mapping)
 
 
 def spans(
-    addresses: Sequence[int], starts: Sequence[int], ends: Sequence[int], slot_mapping: torch.Tensor
+    addresses: Sequence[int], starts: Sequence[int], ends: Sequence[int], slot_mapping: SlotMapping
 ) -> Chunks:
     """Chunks over a slot mapping.
 
@@ -164,26 +169,33 @@ def spans(
             or not as many addresses, starts and ends.
     """
     _check_counts(len(addresses), starts, ends)
-    if not isinstance(slot_mapping, torch.Tensor):
-        raise ValueError(f"a slot mapping is a {type(slot_mapping).__name__}; a tensor of int64 is accepted")
-    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
-        raise ValueError(
-            f"a slot mapping of {slot_mapping.dtype} with {slot_mapping.dim()} dimensions; int64 with one "
-            "is accepted"
-        )
-    chunks = Chunks(
+    slots = _array(slot_mapping)
+    for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if not 0 <= start <= end <= len(slots):
+            raise ValueError(f"chunk {at} spans tokens {start} to {end}; the slot mapping has {len(slots)}")
+    return Chunks(
         addresses=np.array(addresses, dtype=np.uint64),
         starts=np.array(starts, dtype=np.int64),
         ends=np.array(ends, dtype=np.int64),
-        slots=slot_mapping.cpu().contiguous().numpy(),
+        slots=slots,
     )
-    beyond = (chunks.starts < 0) | (chunks.starts > chunks.ends) | (chunks.ends > len(chunks.slots))
-    if beyond.any():
-        at = int(beyond.argmax())
+
+
+def _array(slot_mapping: SlotMapping) -> npt.NDArray[np.int64]:
+    """Contiguous."""
+    if not isinstance(slot_mapping, np.ndarray | torch.Tensor):
         raise ValueError(
-            f"chunk {at} spans tokens {starts[at]} to {ends[at]}; the slot mapping has {len(chunks.slots)}"
+            f"a slot mapping is a {type(slot_mapping).__name__}; a tensor or an array of int64 is accepted"
         )
-    return chunks
+    is_array = isinstance(slot_mapping, np.ndarray)
+    if slot_mapping.dtype != (np.int64 if is_array else torch.int64) or slot_mapping.ndim != 1:
+        raise ValueError(
+            f"a slot mapping of {slot_mapping.dtype} with {slot_mapping.ndim} dimensions; int64 with one "
+            "is accepted"
+        )
+    if isinstance(slot_mapping, torch.Tensor):
+        slot_mapping = slot_mapping.cpu().numpy()
+    return np.ascontiguousarray(slot_mapping)
 
 
 def _check_counts(chunks: int, starts: Sequence[int], ends: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from kvcache import _native
 from kvcache.gpu_connector.base import PagedConnector, registered_once
 from kvcache.gpu_connector.interface import Completion
 from kvcache.gpu_connector.layout import LayerSpec
+from kvcache.gpu_connector.transfer_plan import SlotMapping
 from kvcache.memory.formats import MemoryFormat
 from kvcache.memory.objects import MemoryObj
 
@@ -83,7 +84,7 @@ class BulkConnector(PagedConnector):
         starts: Sequence[int],
         ends: Sequence[int],
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
     ) -> Completion:
         """As `batched_to_gpu`, but the current stream waits for layers one by one, when it is told to
         (`Completion.order_layer`).
@@ -96,7 +97,7 @@ class BulkConnector(PagedConnector):
         starts: Sequence[int],
         ends: Sequence[int],
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
         after: _native.Event | None = None,
     ) -> Completion:
         """As `batched_to_gpu`, but beside the model (`PageTransfer.feed`). An object that does not fit its

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+SlotMapping = torch.Tensor | npt.NDArray[np.int64]
+"""int64 [tokens]. An array goes the faster way: torch takes its time for each look at a tensor."""
 
 
 class Way(Enum):

@@ -49,7 +49,7 @@ class LeaseBook(Generic[K, E]):
             if held is entry:
                 continue
             if held is not None:
-                self._drop(key, held)
+                self._drop([(key, held)])
             lease.entries[key] = entry
             self._holders[id(entry)] = self._holders.get(id(entry), 0) + 1
 
@@ -85,8 +85,7 @@ class LeaseBook(Generic[K, E]):
         lease = self._leases.pop(owner, None)
         if lease is None:
             return 0
-        for key, entry in lease.entries.items():
-            self._drop(key, entry)
+        self._drop(lease.entries.items())
         return len(lease.entries)
 
     def end_where(self, ended: Callable[[str], bool]) -> int:
@@ -108,10 +107,12 @@ class LeaseBook(Generic[K, E]):
         """Entries under a lease now."""
         return len(self._holders)
 
-    def _drop(self, key: K, entry: E) -> None:
-        left = self._holders[id(entry)] - 1
-        if left:
-            self._holders[id(entry)] = left
-        else:
-            del self._holders[id(entry)]
-            self._on_end(key, entry)
+    def _drop(self, entries: Iterable[tuple[K, E]]) -> None:
+        holders = self._holders
+        for key, entry in entries:
+            left = holders[id(entry)] - 1
+            if left:
+                holders[id(entry)] = left
+            else:
+                del holders[id(entry)]
+                self._on_end(key, entry)

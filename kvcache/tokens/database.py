@@ -67,16 +67,27 @@ class ChunkedTokenDatabase:
         Raises:
             ValueError: digests of a broken length or more of them than the tokens have chunks.
         """
+        make = tuple.__new__  # as in `keys`
+        for chunk in zip(*self.spans(digests, num_tokens), self.keys(digests), strict=True):
+            yield make(Chunk, chunk)
+
+    def spans(self, digests: bytes, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Where these chunks start, and where they end.
+
+        Raises:
+            ValueError: as `chunks`.
+        """
         count, rest = divmod(len(digests), DIGEST_BYTES)
         if rest or (count and (count - 1) * self.chunk_size >= num_tokens):
             raise ValueError(
                 f"{len(digests)} bytes of digests for {num_tokens} tokens; {self.chunk_size} of them "
                 f"have {DIGEST_BYTES}"
             )
-        make, size = tuple.__new__, self.chunk_size  # as in `keys`
-        starts = range(0, count * size, size)
-        for start, key in zip(starts, self.keys(digests), strict=True):
-            yield make(Chunk, (start, min(start + size, num_tokens), key))
+        bounds = list(range(0, (count + 1) * self.chunk_size, self.chunk_size))
+        starts, ends = bounds[:-1], bounds[1:]
+        if count:
+            ends[-1] = min(ends[-1], num_tokens)
+        return starts, ends
 
     def key(self, digest: bytes) -> CacheEngineKey:
         return CacheEngineKey(digest, self.namespace, self.rank)

@@ -227,6 +227,39 @@ def test_slots_out_of_range_are_named_and_nothing_is_written(
     assert all(map(torch.equal, kv.snapshot(), before))
 
 
+def test_slots_of_blocks_are_those_of_their_tokens() -> None:
+    generator = np.random.default_rng()
+    for block_size in (1, 7, 16):
+        blocks = [*generator.integers(0, 5000, 9).tolist(), 2**31 - 1]
+        every = (np.array(blocks)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        for tokens in (0, 1, 9 * block_size, 10 * block_size - block_size // 2, 10 * block_size):
+            for first, end in ((0, tokens), tuple(generator.integers(0, tokens + 3, 2).tolist())):
+                expected = every[:tokens].copy()
+                expected[:first] = expected[end:] = -1
+                slots = _native.slots_of(blocks, block_size, tokens, first, end)
+                assert slots.dtype == np.int64
+                assert np.array_equal(slots, expected), (blocks, block_size, tokens, first, end)
+
+
+def test_blocks_that_are_none_have_no_slots() -> None:
+    for blocks, tokens in (([1, 2], 33), ([], 1), ([1], -1)):
+        with pytest.raises(ValueError, match="no more than the blocks have are accepted"):
+            _native.slots_of(blocks, 16, tokens, 0, tokens)
+    for block_size in (0, -1, 2**31):
+        with pytest.raises(ValueError, match=f"0 tokens of 1 blocks of {block_size};"):
+            _native.slots_of([1], block_size, 0, 0, 0)
+    wrong: Any
+    for wrong in (-1, 2**31, 2**70, "1", None):
+        with pytest.raises(ValueError, match=r"block_ids\[1\] is no block"):
+            _native.slots_of([3, wrong], 16, 32, 0, 32)
+
+
+@pytest.mark.skipif(_native.cuda_available(), reason="there is a GPU")
+def test_without_a_gpu_there_are_no_events() -> None:
+    with pytest.raises(RuntimeError, match="CUDA"):
+        _native.Event(0)
+
+
 def test_bad_batches_are_refused() -> None:
     kv = _kv("2BNHD", torch.float32, SHAPES[0])
     pages = describe_layers(kv.tensors, kv.spec)

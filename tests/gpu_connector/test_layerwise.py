@@ -174,7 +174,7 @@ def test_bad_calls_raise_at_once(one: Rig) -> None:
         one.connector.batched_from_gpu([[obj]] * LAYERS, [0], [16], slot_mapping=slots)
     with pytest.raises(ValueError, match=r"a slot mapping of torch\.int32"):
         one.connector.batched_to_gpu([0], [16], slot_mapping=slots.int())
-    with pytest.raises(ValueError, match="a slot mapping is a list; a tensor of int64 is accepted"):
+    with pytest.raises(ValueError, match="a slot mapping is a list; a tensor or an array of int64"):
         one.connector.batched_to_gpu([0], [16], slot_mapping=slots.tolist())
     for start, end in ((0, 17), (-1, 15), (9, 8)):
         text = f"chunk 0 spans tokens {start} to {end}; the slot mapping has 16"

@@ -46,6 +46,33 @@ def test_chunks_out_of_and_into_the_pages(each: Rig) -> None:
     assert all(map(torch.equal, each.kv.snapshot(), expected))
 
 
+def test_a_slot_mapping_may_be_an_array(one: Rig) -> None:
+    slots = random_slots(one.kv.slots, 37, 8, skip=0.1)
+    objs, expected = one.objects(16, 13), one.kv.snapshot()
+    for obj, start, end in zip(objs, [5, 21], [21, 34], strict=True):
+        expected = [scatter(expected[i], slots[start:end], one.rows(obj, i)) for i in range(3)]
+    array = slots.repeat_interleave(2).numpy()[::2]  # not contiguous
+    assert one.connector.layers_to_gpu(objs, [5, 21], [21, 34], slot_mapping=array).wait(0)
+    assert all(map(torch.equal, one.kv.snapshot(), expected))
+    for wrong in (array.astype("int32"), array[None]):
+        with pytest.raises(ValueError, match=r"a slot mapping of int(32 with 1|64 with 2) dimensions"):
+            one.connector.layers_to_gpu(objs, [5, 21], [21, 34], slot_mapping=wrong)
+
+
+def test_an_object_that_fits_once_does_not_vouch_for_others(one: Rig) -> None:
+    slots, (obj,) = torch.arange(40), one.objects(16)
+    one.connector.to_gpu(obj, 0, 16, slot_mapping=slots)
+    with pytest.raises(ValueError, match="for the tokens 0 to 17"):
+        one.connector.to_gpu(obj, 0, 17, slot_mapping=slots)
+    other = rig("LBHNC", VLLMPagedMemGPUConnectorV2, torch.float32)
+    with pytest.raises(ValueError, match=r"of torch\.float32 for the tokens"):
+        one.connector.batched_to_gpu([obj, *other.objects(16)], [0, 16], [16, 32], slot_mapping=slots)
+    one.connector.initialize_kvcaches_ptr(kvcaches=one.kv.tensors[:2])
+    with pytest.raises(ValueError, match="for the tokens 0 to 16"):
+        one.connector.to_gpu(obj, 0, 16, slot_mapping=slots)
+    other.close()
+
+
 def test_one_object_at_a_time(one: Rig) -> None:
     slots = random_slots(one.kv.slots, 20, 8)
     (obj,) = one.objects(9)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvcache import _native
 from kvcache.storage.changes import Changes
 from kvcache.storage.tier import NO_PARENT, NO_TENANT
 
@@ -74,11 +75,14 @@ class ReqMeta:
         """Of what is loaded; empty where nothing is."""
         return "" if self.load_spec is None else self.load_spec.lookup_id
 
-    def slots(self, block_size: int) -> npt.NDArray[np.int64]:
-        """int64 [tokens of the window]: `block_id * block_size + offset`."""
-        blocks = np.asarray(self.block_ids, dtype=np.int64)
-        slots = (blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)[None, :]).reshape(-1)
-        return slots[: self.num_tokens - self.first_token]
+    def slots(self, block_size: int, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
+        """int64 [tokens of the window]: `block_id * block_size + offset`, and -1 outside of `[first, end)`.
+
+        Raises:
+            ValueError: a block's id that is none, or fewer blocks than the window has tokens for.
+        """
+        tokens = self.num_tokens - self.first_token
+        return _native.slots_of(self.block_ids, block_size, tokens, first, tokens if end is None else end)
 
     def promised_blocks(self, block_size: int, first_missing: int = 0) -> list[int]:
         """Blocks with a token that is to be loaded, from window position `first_missing` on."""

@@ -42,8 +42,8 @@ class _Ahead:
     """A load that started before its step."""
 
     request: ReqMeta
-    there: torch.Tensor | None
-    """bool [tokens of the window]: what is on its way; None where the load failed."""
+    there: slice | None
+    """Tokens of the window that are on their way; None where the load failed."""
 
 
 class WorkerSide:
@@ -254,15 +254,12 @@ class WorkerSide:
         try:
             self.engine.retrieve_beside(**window)
         except Exception as error:
-            nothing = torch.zeros(request.num_tokens - request.first_token, dtype=torch.bool)
-            tell(Loaded(nothing, error=error))
+            tell(Loaded(request.num_tokens - request.first_token, slice(0, 0), error=error))
 
-    def _retrieve(
-        self, request: ReqMeta, spec: LoadSpec, owner: str, *, by_layer: bool
-    ) -> torch.Tensor | None:
-        """bool [tokens of the window]: what is on its way; None after an error."""
+    def _retrieve(self, request: ReqMeta, spec: LoadSpec, owner: str, *, by_layer: bool) -> slice | None:
+        """Tokens of the window that are on their way; None after an error."""
         try:
-            return self.engine.retrieve(**self._window(request, spec, owner), by_layer=by_layer)
+            return self.engine.retrieve_span(**self._window(request, spec, owner), by_layer=by_layer)
         except Exception as error:
             self._caught("retrieve", error)
             return None
@@ -270,23 +267,22 @@ class WorkerSide:
     def _window(self, request: ReqMeta, spec: LoadSpec, owner: str) -> dict[str, Any]:
         """What the engine's loads of this window are called with.
 
-        In numpy: a request waits for it, and a call into torch costs several times as much.
+        With an array of slots: a request waits for it, and each call into torch takes its time.
         """
-        slots = request.slots(self._block_size)
         # Window positions. vLLM's own pages stay untouched. On the CPU a page is loaded whole, also where its
         # last token is left to compute: its bytes are ordered so that no part of it is some tokens' KV. On a
         # GPU that token is left alone: vLLM writes it before it waits for the layer.
         first, last = _bounds(request, spec)
         whole_pages = self.engine.gpu_connector.path == "host"
         end = -(-last // self._block_size) * self._block_size if whole_pages else last
-        slots[:first] = slots[end:] = -1
+        slots = request.slots(self._block_size, first, end)
         there = first // self.engine.database.chunk_size * self.engine.database.chunk_size
         wanted = np.ones(len(slots), dtype=np.bool_) if there else None
         if wanted is not None:
             wanted[:there] = False
         return {
             "mask": None if wanted is None else torch.from_numpy(wanted),
-            "slot_mapping": torch.from_numpy(slots),
+            "slot_mapping": slots,
             "digests": request.digests,
             "lookup_id": owner,
             "on_loaded": self._count_load,
@@ -321,13 +317,12 @@ class WorkerSide:
             self.engine.order_layers()
         self._followed, self._ahead = [], {}
 
-    def _check_load(self, request: ReqMeta, spec: LoadSpec, there: torch.Tensor | None) -> None:
+    def _check_load(self, request: ReqMeta, spec: LoadSpec, there: slice | None) -> None:
         """Reports what of the window's promised tokens did not come; `there` None stands for all of them."""
         first, last = _bounds(request, spec)
         loaded = first
-        if there is not None:
-            wanted = there.numpy()[first:last]
-            loaded = last if wanted.all() else first + int(wanted.argmin())
+        if there is not None and there.start <= first:
+            loaded = max(first, min(there.stop, last))
         if loaded < last:
             self.record_failed_blocks(request, last - loaded, loaded)
         else:
@@ -346,7 +341,7 @@ class WorkerSide:
         """
         if loaded.error is not None:
             self._caught("retrieve", loaded.error)
-        self._check_load(request, spec, loaded.there)
+        self._check_load(request, spec, loaded.span)
         self._report.finished_recving.add(request.req_id)
         if self._begun is not None:
             self._joining.append((self._begun[0], loaded.copies))

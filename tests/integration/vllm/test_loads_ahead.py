@@ -21,7 +21,7 @@ class _Running(Completion):
 def _watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens to a hit, in order."""
     side, seen = engine.side, list[str]()
-    retrieve, begin_step = side.engine.retrieve, side.begin_step
+    retrieve, begin_step = side.engine.retrieve_span, side.begin_step
 
     def watched_retrieve(*arguments: Any, **more: Any) -> Any:
         seen.append("load")
@@ -32,7 +32,7 @@ def _watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append("step")
         begin_step(metadata, **how)
 
-    monkeypatch.setattr(side.engine, "retrieve", watched_retrieve)
+    monkeypatch.setattr(side.engine, "retrieve_span", watched_retrieve)
     monkeypatch.setattr(side, "begin_step", watched_begin)
     return seen
 
