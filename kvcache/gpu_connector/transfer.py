@@ -59,7 +59,7 @@ def way_by_length(size: int, short: TransferWay, other: TransferWay) -> Transfer
     return short if size <= short.bytes_per_s * SHORT_LOAD_S else other
 
 
-def group_layers(tokens: Sequence[int], token_bytes: int, slot_bytes: int) -> int:
+def group_layers(tokens: Sequence[int], token_bytes: int, slot_bytes: int, num_layers: int) -> int:
     """Layers that a load by layer brings at once: about as many as `GROUP_LAYERS` and `_GROUP_BYTES` ask for,
     and such that their pieces of a chunk fill a ring's slot.
 
@@ -67,13 +67,17 @@ def group_layers(tokens: Sequence[int], token_bytes: int, slot_bytes: int) -> in
         tokens: of each chunk.
         token_bytes: of a token's KV of one layer in a chunk.
         slot_bytes: of the ring.
+        num_layers: in all.
     """
     wanted = max(GROUP_LAYERS, -(-_GROUP_BYTES // max(1, sum(tokens) * token_bytes)))
+    least, most = max(GROUP_LAYERS, wanted - wanted // 4), wanted + wanted // 4
+    if least >= num_layers:  # a short load's: there is nothing to choose
+        return num_layers
     fitting = slot_bytes // max(1, max(tokens, default=0) * token_bytes)
     if wanted >= fitting:  # a slot holds less of a chunk anyway
-        return wanted
-    near = range(max(GROUP_LAYERS, wanted - wanted // 4), wanted + wanted // 4 + 1)
-    return max(near, key=lambda layers: (fitting // layers * layers, -abs(layers - wanted)))
+        return min(wanted, num_layers)
+    best = max(range(least, most + 1), key=lambda n: (fitting // n * n, -abs(n - wanted)))
+    return min(best, num_layers)
 
 
 class _Lane:
@@ -252,7 +256,7 @@ class PageTransfer:
         size = sum(tokens) * token_bytes * num_layers
         way = self._possible(way_by_length(size, self.short_load_way, self.load_way), chunks)
         lane.follow_current_stream()
-        group = min(num_layers, group_layers(tokens, token_bytes, self._slot_bytes))
+        group = group_layers(tokens, token_bytes, self._slot_bytes, num_layers)
         begins = range(0, num_layers, group)
         if way.way is Way.DIRECT:
             # One call, for vLLM's thread waits for it.

@@ -23,11 +23,13 @@ _MIB = 1 << 20
     ],
 )
 def test_layers_of_a_group_fill_a_slot(chunks: int, token_bytes: int, expected: int) -> None:
-    assert group_layers([256] * chunks, token_bytes, 16 * _MIB) == expected
+    for num_layers in (3, 32, 300):
+        group = group_layers([256] * chunks, token_bytes, 16 * _MIB, num_layers)
+        assert group == min(expected, num_layers)
 
 
-def test_a_load_of_nothing_has_groups_too() -> None:
-    assert group_layers([], 4096, 16 * _MIB) > 0
+def test_a_load_of_nothing_has_a_group_too() -> None:
+    assert group_layers([], 4096, 16 * _MIB, 32) == 32
 
 
 def test_loads_that_are_over_before_the_model_is_launched_go_the_way_of_few_calls() -> None:
