@@ -96,7 +96,8 @@ void Launch::run(size_t begin, size_t end, int64_t layer_begin, int64_t layers, 
     TransferArgs args = arguments(begin, end, layer_begin, layers);
     if (pages_.coded) return run_coded(args, longest, blocks, stream);
 
-    const ChunkStrides strides = chunk_strides(pages_, layers, longest, batch_.token_major);
+    // Of the chunks, of which these may be some of the layers.
+    const ChunkStrides strides = chunk_strides(pages_, batch_.layers(), longest, batch_.token_major);
     const RunShape shape = run_shape(pages_, strides);
     uint64_t alignment = addresses_ | static_cast<uint64_t>(shape.bytes | page.block_stride |
                                                             page.token_stride | strides.token);

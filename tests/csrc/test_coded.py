@@ -107,15 +107,21 @@ def test_rows_expand_in_place_where_a_tokens_fill_all_bytes_up_to_the_next(layou
 def test_each_of_the_65_536_elements_comes_back() -> None:
     """Beside others that are larger, smaller and zero: by a code, and as one that escapes."""
     everything = np.arange(1 << 16, dtype=np.uint16)
-    seen = np.zeros((2, 1 << 16), dtype=bool)
+    seen, smaller = np.zeros((2, 1 << 16), dtype=bool), 0
     for neighbour in (everything & 0x7F80, 0x0000, 0x0480, 0x3F80, 0x7F00):
         rows = np.full((64, 1 << 16), neighbour, dtype=np.uint16).T.copy()
         rows[:, 5:8] = everything[:, None]
         found = coded.escapes(rows)
         fits = found.sum(axis=1) <= coded.capacity(64)
         check_rows(rows[fits])
+        # Larger than the others by more than a code says, and by less than the bases that are tried.
+        above = [at for at in np.flatnonzero(~fits)[::97] if coded.encode(rows[at]) is not None]
+        smaller += len(above)
+        if above:
+            check_rows(rows[above])
         seen[0] |= fits & ~found[:, 5]
         seen[1] |= fits & found[:, 5]
+    assert smaller > 0
     exponents = everything >> 7 & 255
     assert seen[0][exponents < 255].all()
     assert seen[1][(exponents < 240) | (exponents == 255)].all()

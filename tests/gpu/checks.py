@@ -113,9 +113,14 @@ def _ways(
 ) -> Iterator[tuple[str, Callable[..., None], bool, str]]:
     """A label, the call, whether chunks are token major, and where they lie."""
     handle = stream.cuda_stream
-    for blocks, token_major, where in ((1, True, "pinned"), (3, False, "pinned"), (0, True, "device")):
-        run = partial(_native.batched_kv_transfer, token_major=token_major, stream=handle, blocks=blocks)
-        yield f"direct {blocks} {where}", run, token_major, where
+    direct = partial(_native.batched_kv_transfer, stream=handle)
+    for blocks, token_major, group, where in (
+        (1, True, 2, "pinned"),
+        (3, False, 1, "pinned"),
+        (0, True, 0, "device"),
+    ):
+        run = partial(direct, token_major=token_major, group_layers=group, blocks=blocks)
+        yield f"direct {blocks} {where}, {group} layers at once", run, token_major, where
     for slot_bytes, where in (
         (layout.token_bytes * 7, "pinned"),
         (1 << 20, "pinned"),
