@@ -27,50 +27,49 @@ from kvcache.stats import WayStats
 
 _SETTLE_S = 1.0
 """For stores that run behind the request."""
+_PAIRS = 5
+"""Of hits of a prompt, one in vLLM's own cache and one of the cache under test."""
 
 
 def ttft(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
     """Time to first token, cold and as a hit after vLLM forgot the prompt (`gpu-hit`: while it did not).
 
-    Beside each hit stands one in vLLM's own cache in the same process, before or after it in turns: from
-    process to process that alone differs by half. Each comes after the same pause, since a process that was
-    busy a moment ago answers sooner.
+    Before each hit stands one in vLLM's own cache in the same process, without a pause: from process to
+    process, and with what a machine did a moment ago, that alone differs by half.
     """
     for _ in range(2):
         engine.run(engine.prompt(min(1000, setup.max_model_len // 4)), 4)
+    forgets = setup.mode not in (GPU_HIT, PLAIN)
     for tokens in options["tokens"]:
         cold, hits, owns, equal, cached = [], [], [], 0, 0
         for repetition in range(options["repetitions"] + 1):
             prompt = engine.prompt(tokens)
             cold_s, first, _ = engine.run(prompt)
-            if repetition % 2 == 0:
-                own_s = _after_pause(engine, prompt)[0]
-            if setup.mode not in (GPU_HIT, PLAIN):
-                time.sleep(_SETTLE_S)
-                engine.forget()
-            hit_s, again, cached = _after_pause(engine, prompt)
-            if repetition % 2:
-                own_s = _after_pause(engine, prompt)[0]
-            equal += first == again
+            time.sleep(_SETTLE_S)
+            pairs = []
+            for _ in range(_PAIRS):
+                own_s = engine.run(prompt)[0]
+                if forgets:
+                    engine.forget()
+                hit_s, again, cached = engine.run(prompt)
+                pairs.append((own_s, hit_s))
+                equal += first == again
             if repetition:
                 cold.append(cold_s)
-                hits.append(hit_s)
-                owns.append(own_s)
+                owns += [own for own, _ in pairs]
+                hits += [hit for _, hit in pairs]
+        ratios = sorted(hit / own for hit, own in zip(hits, owns, strict=True))
+        low, to_own, high = statistics.quantiles(ratios, n=4)
         emit(
             tokens=tokens,
             cold_ms=_ms(cold),
             hit_ms=_ms(hits),
             own_hit_ms=_ms(owns),
-            to_own=round(statistics.median(hit / own for hit, own in zip(hits, owns, strict=True)), 3),
+            to_own=round(to_own, 3),
+            quartiles=f"{low:.3f} to {high:.3f}",
             cached=cached,
-            equal=equal == len(cold) + 1,
+            equal=equal == (options["repetitions"] + 1) * _PAIRS,
         )
-
-
-def _after_pause(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
-    """As `Engine.run`."""
-    time.sleep(_SETTLE_S)
-    return engine.run(prompt)
 
 
 def miss(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ _MODES = {
     "multiturn": [PLAIN, OURS, NATIVE, LMCACHE],
 }
 _COLUMNS = {
-    "ttft": "mode tokens cold_ms hit_ms own_hit_ms to_own cached equal",
+    "ttft": "mode tokens cold_ms hit_ms own_hit_ms to_own quartiles cached equal",
     "miss": "mode tokens tokens_per_s low high",
     "interfere": "mode tokens alone_p50_ms beside_p50_ms growth growth_low growth_high beside_max_ms "
     "hit_ttft_ms",
