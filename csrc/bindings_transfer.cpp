@@ -222,7 +222,8 @@ void register_transfer(py::module_& m) {
         .def_property_readonly("num_layers", &Pages::layers);
 
     py::class_<Event>(m, "Event")
-        .def(py::init<int, bool>(), "device"_a, "sleeping"_a = false)
+        .def(py::init<int, bool>(), "device"_a, "sleeping"_a = false,
+             py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("device", &Event::device)
         .def_property_readonly("handle", &Event::handle)
         .def("record", &Event::record, "stream"_a, py::call_guard<py::gil_scoped_release>())

@@ -20,14 +20,19 @@ class DeviceScope {
   public:
     explicit DeviceScope(int device) {
         cuda_check(cudaGetDevice(&former_), "cudaGetDevice");
-        if (device != former_) cuda_check(cudaSetDevice(device), "cudaSetDevice");
+        if (device == former_) return;
+        cuda_check(cudaSetDevice(device), "cudaSetDevice");
+        changed_ = true;
     }
-    ~DeviceScope() { cudaSetDevice(former_); }
+    ~DeviceScope() {
+        if (changed_) cudaSetDevice(former_);
+    }
     DeviceScope(const DeviceScope&) = delete;
     DeviceScope& operator=(const DeviceScope&) = delete;
 
   private:
     int former_ = 0;
+    bool changed_ = false;
 };
 
 }  // namespace kvcache

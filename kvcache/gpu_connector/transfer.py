@@ -114,10 +114,6 @@ class _Lane:
         """On a GPU: what the stream is given next starts after whatever the current one was given so far."""
         mark(self._device, current_stream(self._device)).order(self.handle)
 
-    def mark(self) -> _native.Event:
-        """On a GPU: behind what the stream was given so far."""
-        return mark(self._device, self.handle)
-
 
 class PageTransfer:
     """Stores and loads of one set of pages.
@@ -197,13 +193,14 @@ class PageTransfer:
         if lane.stream is None:
             self._queue(lane, chunks, True, way, options)
             return Completed()
+        pages_done, copied = (_native.Event(self.pages.device) for _ in range(2))
         lane.follow_current_stream()
-        self._queue(lane, chunks, True, way, options)
-        pages_done = lane.mark()
-        if way.way is not Way.STAGED:
-            return EventCompletion(pages_done)
-        copied = _native.Event(self.pages.device)
-        lane.ring.record(copied.handle)  # behind the DMAs
+        with self._nothing_runs_after_errors():
+            self._queue(lane, chunks, True, way, options)
+            pages_done.record(lane.handle)
+            if way.way is not Way.STAGED:
+                return EventCompletion(pages_done)
+            lane.ring.record(copied.handle)  # behind the DMAs
         return EventCompletion(copied, pages_done)
 
     def load(
@@ -234,9 +231,12 @@ class PageTransfer:
         if lane.stream is None:
             self._queue(lane, chunks, False, way, layers)
             return Completed()
+        done = _native.Event(self.pages.device)
         lane.follow_current_stream()
-        self._queue(lane, chunks, False, way, layers)
-        completion = EventCompletion(lane.mark())
+        with self._nothing_runs_after_errors():
+            self._queue(lane, chunks, False, way, layers)
+            done.record(lane.handle)
+        completion = EventCompletion(done)
         if ordered:
             completion.order_current_stream()
         return completion
@@ -255,20 +255,20 @@ class PageTransfer:
         tokens = (chunks.ends - chunks.starts).tolist()
         size = sum(tokens) * token_bytes * num_layers
         way = self._possible(way_by_length(size, self.short_load_way, self.load_way), chunks)
-        lane.follow_current_stream()
         group = group_layers(tokens, token_bytes, self._slot_bytes, num_layers)
         begins = range(0, num_layers, group)
+        events = [_native.Event(self.pages.device) for _ in begins]
+        lane.follow_current_stream()
         if way.way is Way.DIRECT:
             # One call, for vLLM's thread waits for it.
-            events = [_native.Event(self.pages.device) for _ in begins]
             options = {"group_layers": group, "events": [event.handle for event in events]}
             self._queue(lane, chunks, False, way, options)
             return LayeredCompletion(events, begins)
-        events = []
-        for begin in begins:
-            layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
-            self._queue(lane, chunks.from_layer(begin, token_bytes), False, way, layers)
-            events.append(lane.mark())
+        with self._nothing_runs_after_errors():
+            for begin, event in zip(begins, events, strict=True):
+                layers = {"layer_begin": begin, "layer_end": min(begin + group, num_layers)}
+                self._queue(lane, chunks.from_layer(begin, token_bytes), False, way, layers)
+                event.record(lane.handle)
         return LayeredCompletion(events, begins)
 
     def now(self) -> _native.Event | None:
@@ -300,8 +300,9 @@ class PageTransfer:
         """All that feeds have queued. Whoever waits for it sleeps instead of asking again and again."""
         if self._quiet_loads.stream is None:
             return Completed()
-        event = _native.Event(self.pages.device, sleeping=True)
-        event.record(self._quiet_loads.handle)
+        with self._nothing_runs_after_errors():
+            event = _native.Event(self.pages.device, sleeping=True)
+            event.record(self._quiet_loads.handle)
         return EventCompletion(event)
 
     def _possible(self, way: TransferWay, chunks: Chunks) -> TransferWay:

@@ -13,6 +13,7 @@ import torch
 from kvcache.gpu_connector.base import spans
 from kvcache.gpu_connector.interface import Completed, Completion, GPUConnectorInterface
 from kvcache.gpu_connector.layout import LayerSpec, UnknownLayout, describe_layer, token_view
+from kvcache.gpu_connector.transfer_plan import SlotMapping
 from kvcache.memory.formats import MemoryFormat
 from kvcache.memory.objects import MemoryObj
 
@@ -81,7 +82,7 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
         starts: Sequence[int],
         ends: Sequence[int],
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
         ordered: bool = True,
     ) -> Completion:
         """Loads the objects into the pages of their tokens. `ordered` has no meaning: the copies are done on
@@ -104,7 +105,7 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
         starts: Sequence[int],
         ends: Sequence[int],
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
     ) -> Completion:
         """Stores the pages of the tokens into the objects. Raises as `batched_to_gpu`."""
         for obj, slots in self._checked(memory_objs, starts, ends, slot_mapping):
@@ -124,7 +125,7 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
         memory_objs: Sequence[MemoryObj],
         starts: Sequence[int],
         ends: Sequence[int],
-        slot_mapping: torch.Tensor,
+        slot_mapping: SlotMapping,
     ) -> list[tuple[MemoryObj, torch.Tensor]]:
         """Each object with its slots, once all are known to be good."""
         view = self._registered()[0]
@@ -132,7 +133,7 @@ class VLLMGPUConnectorXPU(GPUConnectorInterface):
         spans([0] * len(memory_objs), starts, ends, slot_mapping)
         checked = []
         for obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            slots = slot_mapping[start:end].cpu()
+            slots = torch.as_tensor(slot_mapping)[start:end].cpu()
             shape = self.get_shape(end - start)
             if obj.shape != shape or obj.dtype != self.dtype:
                 raise ValueError(

@@ -44,7 +44,7 @@ def test_xpu_moves_what_the_native_connector_moves(layout: str, dtype: torch.dty
     native_pages = [view.clone() for view in made.kv.views]
     for view, rows in zip(made.kv.views, before, strict=True):
         view.copy_(rows.view(*view.shape[:4], -1))
-    made.connector.batched_to_gpu(objs, *spans, slot_mapping=slots)
+    made.connector.batched_to_gpu(objs, *spans, slot_mapping=slots.numpy())
     assert all(map(torch.equal, made.kv.snapshot(), expected))
     assert all(map(torch.equal, made.kv.views, native_pages))
     assert list(made.connector.get_shape(5)) == list(native.get_shape(5))

@@ -282,6 +282,8 @@ class LMCacheConnectorV1Impl(Administered):
         if self._worker is not None:
             self._worker.drop_followed()
         for request in () if self._metadata is None else self._metadata.requests:
+            if self._worker is not None and self._worker.runs_beside(request.lookup_id):
+                continue  # vLLM may give its blocks away once it hears of it
             blocks = request.promised_blocks(self._block_size)
             if blocks:
                 self._report.lose(request.lookup_id, len(blocks) * self._block_size, blocks)

@@ -87,6 +87,8 @@ class WorkerSide:
         self._begun: tuple[int, int, int | None] | None = None
         """Number, thread and stream of the last step; None beside other connectors."""
         self._before_step: _native.Event | None = None
+        self._beside: set[str] = set()
+        """Lookups of loads beside the model that were not reported yet."""
         self._joining: list[tuple[int, Completion]] = []
         """Loads beside the model that were reported in a step and are in the pages behind these copies."""
         self._first_layers: set[int] = set()
@@ -241,20 +243,23 @@ class WorkerSide:
 
     def _load_beside(self, request: ReqMeta, spec: LoadSpec, owner: str) -> None:
         tell = partial(self._ready_beside, request, spec)
-        window = self._window(request, spec, owner) | {"after": self._before_step}
-        if self._begun is not None:
-            window["on_ready"] = tell
-        else:
 
-            def ended(loaded: Loaded) -> None:
-                self._count_load(loaded)
-                tell(loaded)
+        def ended(loaded: Loaded) -> None:
+            self._count_load(loaded)
+            tell(loaded)
 
-            window["on_loaded"] = ended
+        told = {"on_loaded": ended} if self._begun is None else {"on_ready": tell}
+        self._beside.add(spec.lookup_id)
         try:
+            window = self._window(request, spec, owner) | {"after": self._before_step} | told
             self.engine.retrieve_beside(**window)
         except Exception as error:
             tell(Loaded(request.num_tokens - request.first_token, slice(0, 0), error=error))
+
+    def runs_beside(self, lookup_id: str) -> bool:
+        """Whether a load beside the model has started that was not reported yet, and will be whatever comes
+        of it."""
+        return lookup_id in self._beside
 
     def _retrieve(self, request: ReqMeta, spec: LoadSpec, owner: str, *, by_layer: bool) -> slice | None:
         """Tokens of the window that are on their way; None after an error."""
@@ -339,6 +344,7 @@ class WorkerSide:
         The lease ends with the first step after the last copy: if the request was aborted, and vLLM has no
         other, when it has one again.
         """
+        self._beside.discard(spec.lookup_id)
         if loaded.error is not None:
             self._caught("retrieve", loaded.error)
         self._check_load(request, spec, loaded.span)
@@ -353,25 +359,25 @@ class WorkerSide:
         self.engine.counters.failures["LoadIncomplete"] += 1
 
     def _store(self, request: ReqMeta, spec: SaveSpec, *, bulk: bool = False) -> None:
-        slots = torch.from_numpy(request.slots(self._block_size))
-        mask = torch.ones(len(slots), dtype=torch.bool)
         skipped = max(0, spec.skip_leading_tokens - request.first_token)
-        mask[:skipped] = False
         acknowledge = partial(self._stored, request.req_id, spec.save_id, request.first_token)
         self._stores_of[request.req_id] += 1
-        window: dict[str, Any] = {
-            "mask": mask,
-            "slot_mapping": slots,
-            "digests": request.digests,
-            "tenant": request.tenant,
-            "parent": request.parent,
-            "on_stored": acknowledge,
-        }
-        if self._layer_stores is not None and not bulk:
-            self._layer_stores.add(self.engine.store_layer(**window))
-            return
         try:
-            self.engine.store(**window)
+            slots = torch.from_numpy(request.slots(self._block_size))
+            mask = torch.ones(len(slots), dtype=torch.bool)
+            mask[:skipped] = False
+            window: dict[str, Any] = {
+                "mask": mask,
+                "slot_mapping": slots,
+                "digests": request.digests,
+                "tenant": request.tenant,
+                "parent": request.parent,
+                "on_stored": acknowledge,
+            }
+            if self._layer_stores is not None and not bulk:
+                self._layer_stores.add(self.engine.store_layer(**window))
+            else:
+                self.engine.store(**window)
         except Exception as error:
             self._caught("store", error)
             acknowledge(skipped)
