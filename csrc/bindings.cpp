@@ -118,7 +118,7 @@ void register_memory(py::module_& m) {
     py::class_<HostRegion>(m, "HostRegion", py::buffer_protocol())
         .def(py::init<size_t, bool>(), "capacity"_a, "huge_pages"_a = true)
         .def("prepare", &HostRegion::prepare, "pin"_a, "granule"_a, "required"_a = false, "numa_node"_a = -1,
-             "populate"_a = true, "hold"_a = false)
+             "populate"_a = true, "hold"_a = false, "device"_a = 0)
         .def("start_pinning", &HostRegion::start_pinning)
         .def("close", &HostRegion::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly(
@@ -145,6 +145,7 @@ void register_memory(py::module_& m) {
             return HostRegion::is_pinned(reinterpret_cast<void*>(address), bytes);
         },
         "address"_a, "num_bytes"_a);
+    m.def("use_device", &use_device, "device"_a);
     m.def(
         "device_reaches",
         [](const py::object& addresses) {

@@ -80,9 +80,10 @@ class HostRegion:
         numa_node: int = -1,
         populate: bool = True,
         hold: bool = False,
+        device: int = 0,
     ) -> None:
         """Starts the background work. No multiple of `granule` bytes straddles two page-locked pieces. With
-        `hold` nothing is page-locked before `start_pinning`.
+        `hold` nothing is page-locked before `start_pinning`. `device`: whose copies the memory is for.
         """
 
     def start_pinning(self) -> None: ...
@@ -105,6 +106,11 @@ class HostRegion:
 
 def is_pinned(address: int, num_bytes: int) -> bool:
     """Whether the range lies in the page-locked part of an open region."""
+
+def use_device(device: int) -> None:
+    """This thread's calls are for the CUDA device from now on. A thread begins with device 0, of whose memory
+    its first call takes some hundred MiB, though all its work be for another one. Does nothing without CUDA.
+    """
 
 def device_reaches(addresses: npt.NDArray[np.uint64]) -> bool:
     """Whether all of the addresses lie in device memory or page-locked host memory."""

@@ -127,11 +127,13 @@ class LMCacheManager:
         self._writes_below = writes_below
         tiers = self.config.tiers
         on_gpu = device.type == "cuda"
+        number = device.index or 0
         region = HostRegion(
             tiers.cpu.capacity,
             pin=tiers.cpu.pinning if on_gpu else "Disabled",
-            numa_node=_native.numa_node(device.index or 0) if on_gpu else -1,
+            numa_node=_native.numa_node(number) if on_gpu else -1,
             hold=True,
+            device=number,
         )
         self._region = region
         # Pageable is what was asked for where there is no GPU.

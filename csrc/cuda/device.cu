@@ -22,6 +22,10 @@ int cuda_device_count(std::string* why) {
     return count;
 }
 
+void use_device(int device) {
+    if (cudaSetDevice(device) != cudaSuccess) cudaGetLastError();  // the calls that follow will say so
+}
+
 std::string pin(void* address, size_t bytes) {
     // Another thread may be capturing a graph: a call like this one would break its capture, unless this
     // thread says that it has nothing to do with captures.

@@ -70,7 +70,8 @@ HostRegion::HostRegion(size_t capacity, bool huge_pages) : capacity_(capacity) {
 
 HostRegion::~HostRegion() { close(); }
 
-void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node, bool populate, bool hold) {
+void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node, bool populate, bool hold,
+                         int device) {
     if (base_ == nullptr || prepared_)
         throw std::invalid_argument("HostRegion: prepare() is called once, before close()");
     if (granule == 0 || granule > capacity_)
@@ -91,7 +92,7 @@ void HostRegion::prepare(bool pin, size_t granule, bool required, int numa_node,
     may_pin_ = !hold;
     state_ = lock ? PinState::Pinning : PinState::Pageable;
     prepared_ = true;
-    if (lock || populate) worker_ = std::thread([this, lock, granule] { run(lock, granule); });
+    if (lock || populate) worker_ = std::thread([=, this] { run(lock, granule, device); });
 }
 
 void HostRegion::start_pinning() {
@@ -108,7 +109,8 @@ bool HostRegion::may_pin(bool wait) {
     return may_pin_;
 }
 
-void HostRegion::run(bool pin_pieces, size_t granule) {
+void HostRegion::run(bool pin_pieces, size_t granule, int device) {
+    if (pin_pieces) use_device(device);
     setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kNice);
     const size_t piece = std::max(kPiece / granule, size_t{1}) * granule;
     size_t filled = 0, locked = 0;

@@ -15,6 +15,10 @@ std::string cuda_architectures();
 // was.
 int cuda_device_count(std::string* why = nullptr);
 
+// This thread's calls are for `device` from now on. A thread begins with device 0, of whose memory its first
+// call takes some hundred MiB, though all its work be for another one.
+void use_device(int device);
+
 // Page-locks [address, address+bytes) for all devices. Returns the driver's reason, empty on success.
 std::string pin(void* address, size_t bytes);
 void unpin(void* address);

@@ -26,8 +26,9 @@ class HostRegion {
     // Starts the background work: pages are populated and, with `pin` on a machine with a GPU, page-locked
     // piece by piece from the start. No multiple of `granule` bytes straddles two pieces, since one DMA must
     // not. With `required` only locked memory is ever ready; with `hold` nothing is locked before
-    // start_pinning(). Once only.
-    void prepare(bool pin, size_t granule, bool required, int numa_node, bool populate, bool hold);
+    // start_pinning(). `device`: whose copies the memory is for. Once only.
+    void prepare(bool pin, size_t granule, bool required, int numa_node, bool populate, bool hold,
+                 int device);
     // Lets a region that was prepared with `hold` be page-locked. Idempotent.
     void start_pinning();
     // Stops the background work, unlocks and unmaps. Nothing may use the memory any more. Idempotent.
@@ -51,7 +52,7 @@ class HostRegion {
     static bool is_pinned(const void* address, size_t bytes);
 
   private:
-    void run(bool pin, size_t granule);
+    void run(bool pin, size_t granule, int device);
     bool may_pin(bool wait);
     void fail(const std::string& reason);
 

@@ -112,9 +112,14 @@ class Feed(Completion):
 
 
 class Feeder:
-    """The thread that advances feeds, one after the other in the order of their start."""
+    """The thread that advances feeds, one after the other in the order of their start.
 
-    def __init__(self) -> None:
+    Args:
+        begin: called by the thread first.
+    """
+
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
         self._queue: SimpleQueue[Feed | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -137,6 +142,7 @@ class Feeder:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
+        self._begin()
         in_flight: deque[Completion] = deque()
         while (feed := self._queue.get()) is not None:
             try:

@@ -134,7 +134,7 @@ class PageTransfer:
     def __init__(self, pages: _native.Pages, *, ring_slot_bytes: int = RING_SLOT_BYTES) -> None:
         self.pages = pages
         self._slot_bytes = ring_slot_bytes
-        self._feeder = Feeder()
+        self._feeder = Feeder(partial(_native.use_device, max(0, pages.device)))
         # One a kind, so that a load queues neither behind a store nor behind a long load beside the model.
         self._stores = _Lane(pages.device, ring_slot_bytes, turn=0)
         self._loads = _Lane(pages.device, ring_slot_bytes, _TURN)

@@ -28,6 +28,7 @@ class HostRegion:
         populate: touch the pages in the background; else each is had when it is first used.
         numa_node: where the pages should lie; -1 leaves it to the kernel.
         hold: lock nothing before `start_pinning`: no thread may be capturing a CUDA graph meanwhile.
+        device: CUDA's number of the GPU whose copies the memory is for.
 
     Raises:
         ValueError: a capacity of 0.
@@ -42,6 +43,7 @@ class HostRegion:
         populate: bool = True,
         numa_node: int = -1,
         hold: bool = False,
+        device: int = 0,
     ) -> None:
         self.native = _native.HostRegion(capacity)
         self.capacity_bytes = capacity
@@ -49,6 +51,7 @@ class HostRegion:
         self._populate = populate
         self._numa_node = numa_node
         self._hold = hold
+        self._device = device
 
     def prepare(self, granule: int) -> None:
         """Starts the background work; `granule`: bytes of which no multiple may straddle two locked
@@ -61,6 +64,7 @@ class HostRegion:
             self._numa_node,
             self._populate,
             self._hold,
+            self._device,
         )
 
     def start_pinning(self) -> None:

@@ -97,7 +97,8 @@ def test_slices_are_whole_chunks_in_order(lengths: list[int], token_bytes: int, 
 
 
 def test_starting_a_load_does_not_wait_and_few_slices_are_under_way() -> None:
-    device, feeder = Device(), Feeder()
+    begun: list[int] = []
+    device, feeder = Device(), Feeder(lambda: begun.append(threading.get_ident()))
     last = LAST_SLICES + SLICES_IN_FLIGHT
     first, second = device.feed(last + 3), device.feed(4)
     feeder.start(first)
@@ -115,6 +116,8 @@ def test_starting_a_load_does_not_wait_and_few_slices_are_under_way() -> None:
     assert first.done()
     assert device.handed_over == [*range(last + 3), *range(4)]
     assert device.most_in_flight == last
+    assert len(begun) == 1
+    assert begun[0] != threading.get_ident()
     assert (first.error, first.moved(last + 3), second.moved(4)) == (None, last + 3, 4)
     feeder.close()
 
