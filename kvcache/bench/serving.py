@@ -58,7 +58,7 @@ def ttft(engine: Engine, setup: Setup, options: dict[str, Any]) -> None:
                 cold.append(cold_s)
                 owns += [own for own, _ in pairs]
                 hits += [hit for _, hit in pairs]
-        ratios = sorted(hit / own for hit, own in zip(hits, owns, strict=True))
+        ratios = [hit / own for hit, own in zip(hits, owns, strict=True)]
         low, to_own, high = statistics.quantiles(ratios, n=4)
         emit(
             tokens=tokens,
